@@ -1,0 +1,191 @@
+"""Every key of a recipe, as frozen dataclasses.
+
+One dataclass a Hydra group. ``metadata["help"]`` is the text of ``docs/config.md``, which is generated from this file.
+Nothing here imports torch: ``--cfg job`` composes on a laptop in a moment. Checks that need more than one key, and the
+conversion from OmegaConf, live in ``resolve.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["fp32", "bf16", "fp16"]
+MISSING = "???"
+
+
+def key(help_text: str, default: Any = MISSING) -> Any:
+    """Declare a field with its help text; without a default the key must be given."""
+    if default is MISSING:
+        return field(metadata={"help": help_text})
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help_text})
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen model that is to be made faster (group ``target``)."""
+
+    name: str = key("Short name, used in folders and reports")
+    path: str = key("Local folder, or a hub id such as Qwen/Qwen3-4B")
+    mask_token_id: int = key("An id below the vocabulary size that the tokenizer never emits in text")
+    target_layer_ids: Literal["auto"] | tuple[int, ...] = key(
+        "Layers whose output feeds the drafter, counted from 0; auto is five, evenly spaced over 1 .. N-3", "auto"
+    )
+    revision: str | None = key("Revision of a hub id; null is the default branch", None)
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "Precision of the frozen weights; auto is fp32 on CPU and the checkpoint's own on CUDA", "auto"
+    )
+    gguf_package: str | None = key(
+        "Python package that carries the weights as a GGUF file; converted once into `path` when `path` is missing", None
+    )
+    template_options: dict[str, Any] = key("Extra variables for the chat template", {})
+    trust_remote_code: bool = key("Run model code that comes with the checkpoint", False)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts, answers and how they become samples (group ``data``)."""
+
+    name: str = key("Short name, used in folders and reports")
+    train: str = key("Conversation file (JSON lines) to train on")
+    validation: str | None = key("Conversation file for the losses printed while training", None)
+    test: str | None = key("Conversation file for evaluate", None)
+    max_length: int = key("Tokens of a sample; longer ones are cut, and dropped when nothing supervised is left", 2048)
+    anchors_per_sample: int = key("Most anchors drawn from one sample in one epoch", 512)
+    limit: int | None = key("Use the first N conversations of each file only", None)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """How ``prepare`` lets the target answer prompts that have no answer yet."""
+
+    max_new_tokens: int = key("Longest answer in tokens", 160)
+    temperature: float = key("0 is greedy", 0.0)
+    batch_size: int = key("Prompts answered side by side", 48)
+    seed: int = key("Seed of the sampled answers; each answer depends on it and on the prompt's id only", 0)
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """Where the target's hidden states come from (group ``features``)."""
+
+    source: Literal["online"] = key("online runs the frozen target on each micro-batch", "online")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a step is run (group ``engine``)."""
+
+    kind: Literal["plain", "deepspeed"] = key("plain is PyTorch alone; deepspeed adds ZeRO")
+    precision: Precision = key("Precision of the drafter's forward and backward pass; masters stay fp32")
+    micro_batch_size: int = key("Samples of one forward pass on one rank")
+    global_batch_size: int = key("Samples of one optimiser step over all ranks; accumulation follows from it")
+    zero_stage: Literal[0, 1, 2, 3] = key("ZeRO stage (deepspeed only)", 0)
+    loss_precision: Literal["auto", "exact", "common_mode"] = key(
+        "exact forms fp32 logits; common_mode cancels rounding errors of low precision; auto is exact on CUDA and for fp32",
+        "auto",
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto takes CUDA when there is one", "auto")
+    threads: int | None = key("CPU threads of a rank; null leaves PyTorch's choice", None)
+    initial_loss_scale: float = key("First loss scale of fp16", 65536.0)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimiser and its schedule (group ``optim``)."""
+
+    name: Literal["adamw", "muon"] = key("adamw, or muon for matrices with adamw for the rest (plain engine)", "adamw")
+    lr: float = key("Peak learning rate", 6e-4)
+    muon_lr: float = key("Peak learning rate of the matrices under muon", 0.01)
+    betas: tuple[float, float] = key("Decay of the first and second moment", (0.9, 0.95))
+    eps: float = key("Added to the root of the second moment", 1e-8)
+    weight_decay: float = key("Decoupled decay of matrices; norms, biases and embeddings never decay", 0.0)
+    warmup_ratio: float = key("Share of all steps in which the rate rises linearly", 0.04)
+    schedule: Literal["cosine", "constant"] = key("Course of the rate after warm-up", "cosine")
+    min_lr_ratio: float = key("Rate at the end, as a share of the peak", 0.0)
+    clip_norm: float = key("Largest global gradient norm; 0 does not clip", 1.0)
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Where metrics go besides ``metrics.jsonl`` (group ``tracker``)."""
+
+    name: Literal["none", "wandb"] = key("none or wandb", "none")
+    project: str = key("W&B project", "deepspec")
+    entity: str | None = key("W&B entity", None)
+    mode: Literal["online", "offline", "disabled"] = key("W&B mode; the API key comes from the environment", "online")
+    tags: tuple[str, ...] = key("W&B tags", ())
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train, and when to log and save."""
+
+    epochs: int = key("Passes over the training samples", 1)
+    max_steps: int | None = key("Stop after so many optimiser steps; the schedule ends there too", None)
+    log_every: int = key("Steps between lines of metrics", 10)
+    validate_every: int | None = key("Steps between passes over the validation samples; null never", None)
+    save_every: int | None = key("Steps between checkpoints; one is always written at the end", 500)
+    keep: int = key("Checkpoints kept, newest first", 2)
+    resume: bool = key("Go on from the newest checkpoint in the run folder", True)
+    max_bad_steps: int = key("Stop after so many steps in a row with a gradient that is not finite", 20)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Decoding the test prompts (group ``evaluate``)."""
+
+    limit: int | None = key("Prompts per domain; null takes all", None)
+    max_new_tokens: int = key("Longest answer in tokens", 128)
+    temperature: float = key("0 is greedy", 0.0)
+    gamma: int | None = key("Drafted tokens per round; null is the drafter's own", None)
+    timing_prompts: int = key("Prompts that are timed, plain, prompt lookup and speculative; 0 times nothing", 15)
+    timing_new_tokens: int = key("Tokens of each timed answer", 64)
+    threads: int = key("CPU threads while timing", 1)
+    bootstrap: int = key("Resamples for the confidence intervals", 2000)
+    check_lossless: bool = key("Decode plainly too and compare token for token (greedy, fp32)", True)
+    seed: int = key("Seed of sampling and of the bootstrap", 0)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """The inference package (group ``export``)."""
+
+    profile: Literal["bf16", "fp16", "fp16_int8"] = key(
+        "bf16, fp16, or fp16_int8: INT8 per output channel for the layers' linears, FP16 for the rest", "fp16_int8"
+    )
+    out: str | None = key("Folder of the package; null is package-<profile> in the run folder", None)
+    verify_prompts: int = key("Test prompts decoded before and after, 0 skips it", 12)
+    max_length_change: float = key("Largest relative loss of accepted length that is let through", 0.01)
+    force: bool = key("Write the package although it lost more; the card says so", False)
+
+
+@dataclass(frozen=True)
+class PathsConfig:
+    """Folders (group ``paths``)."""
+
+    cache: str = key("Converted targets and tokenised samples")
+    runs: str = key("Parent of the run folders", "runs")
+    run: str = key("This run's folder")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole recipe, resolved. ``drafter`` is the drafter's own frozen dataclass, named by its ``_target_``."""
+
+    recipe: str
+    seed: int
+    target: TargetConfig
+    drafter: Any
+    data: DataConfig
+    generate: GenerateConfig
+    features: FeaturesConfig
+    engine: EngineConfig
+    optim: OptimConfig
+    train: TrainConfig
+    tracker: TrackerConfig
+    evaluate: EvaluateConfig
+    export: ExportConfig
+    paths: PathsConfig

@@ -1,0 +1,158 @@
+"""The dataclasses that pass between the parts of DeepSpec, and the legend of shape letters.
+
+Letters used in every shape comment of the code base:
+
+    B  batch rows            T  tokens of a row          C  captured target layers
+    D  hidden width          A  anchors of a row         K  drafted positions of a block (gamma)
+    V  vocabulary            R  rows of a loss call      Dh width of one attention head
+
+Positions. An anchor sits at position ``a`` on a known token. Its block drafts the K tokens at positions
+``a+1 .. a+K``; the context it may read are the target's features of positions ``< a``.
+
+Layer ids. ``target_layer_ids`` holds ``k`` for the output of decoder layer ``k`` counted from 0, before the final
+norm; ``-1`` is the output of the embedding.
+
+This module does not import torch when it runs, so that a configuration can be composed without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+BlockLayout = Literal["anchor_first", "fill_in"]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One line of a conversation file.
+
+    ``messages`` holds (role, content) pairs. ``finish_reason`` says why the last answer ended: ``stop`` (the target
+    said its end-of-turn token), ``length`` (it was cut), or None when there is no answer yet or nobody knows.
+    """
+
+    id: str
+    messages: tuple[tuple[str, str], ...]
+    source: str = ""
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A tokenised conversation: ``input_ids`` and ``loss_mask`` have the same length T."""
+
+    id: str
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, padded on the right.
+
+    A row may hold several documents; ``segment_ids`` numbers them from 1 and is 0 on padding, and positions restart
+    with each document. Nothing ever attends across a segment.
+    """
+
+    input_ids: Tensor  # [B, T] int64
+    segment_ids: Tensor  # [B, T] int64, 0 = padding
+    position_ids: Tensor  # [B, T] int64
+    loss_mask: Tensor  # [B, T] bool, True where the target itself would generate the token
+    anchor_indices: Tensor  # [B, A] int64, index into T (not a position inside the document)
+    anchor_mask: Tensor  # [B, A] bool, False on padding anchors
+    sample_ids: tuple[str, ...] = ()
+
+    def to(self, device: object) -> Batch:
+        """Return the batch with every tensor on ``device``."""
+        moved = {k: v.to(device) if hasattr(v, "to") else v for k, v in vars(self).items()}
+        return Batch(**moved)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the frozen target says about a batch of tokens."""
+
+    hidden: Tensor  # [B, T, C*D], layers concatenated in the order of target_layer_ids
+    last_hidden: Tensor  # [B, T, D], after the final norm: head(last_hidden) are the target's logits
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A weighted sum and the weight it has to be divided by, once, after every reduction.
+
+    Both are scalars (0-d fp32 tensors or floats), or vectors of equal length for per-position quantities.
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What one forward pass of an objective returns.
+
+    ``sums[name]`` is the differentiable weighted sum of one loss term; the loop multiplies it by
+    ``coefficients[name] / denominators[name]`` with the denominators of the whole optimiser step.
+    ``metrics`` are detached.
+    """
+
+    sums: Mapping[str, Tensor]
+    metrics: Mapping[str, Ratio] = field(default_factory=dict)
+
+
+class TokenSampler(Protocol):
+    """Turns logits into a token and the very probabilities that the acceptance rule will use."""
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Map ``logits`` [V] to (token: 0-d int64, probabilities: [V] fp32)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A drafted block of ``k <= gamma`` tokens."""
+
+    tokens: Tensor  # [k] int64
+    probabilities: Tensor  # [k, V] fp32, the distributions the tokens were drawn from
+    confidence: Tensor | None = None  # [k] fp32 in (0, 1): chance that slot j is accepted given that all before were
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """What a drafter has to know of its target, in plain values. Written into every checkpoint and package."""
+
+    name: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: Mapping[str, object]  # one flat dict of transformers 5 (rope_type, rope_theta, ...)
+    embed_scale: float = 1.0  # the embedding's output is its row times this
+    logit_scale: float = 1.0  # logits = softcap(logit_scale * (W h + b))
+    logit_softcap: float | None = None
+    fingerprint: str = ""  # hash of config and of sampled weights; tells another revision apart
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How the blocks of a trained drafter are to be read; a package that leaves one of these out is refused."""
+
+    block_layout: BlockLayout
+    gamma: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    sliding_window: int | None
+    is_causal: bool = False
