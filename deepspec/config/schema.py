@@ -38,7 +38,8 @@ class TargetConfig:
         "Precision of the frozen weights; auto is fp32 on CPU and the checkpoint's own on CUDA", "auto"
     )
     gguf_package: str | None = key(
-        "Python package that carries the weights as a GGUF file; converted once into `path` when `path` is missing", None
+        "Python package that carries the weights as a GGUF file; converted once into `path` when `path` is missing",
+        None,
     )
     template_options: dict[str, Any] = key("Extra variables for the chat template", {})
     trust_remote_code: bool = key("Run model code that comes with the checkpoint", False)
