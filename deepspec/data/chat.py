@@ -7,14 +7,15 @@ The mask is True on the tokens that the target itself would generate, and nothin
   injected empty think block is ever among its tokens;
 * the end-of-turn token is what the template writes behind an answer, if it is one of the ids that end generation.
   It is there only when the target said it: not after an answer that was cut by length;
-* an earlier answer lies inside the last prompt. It is supervised when the tokens of its own prompt still stand there
-  unchanged and its text follows them; a template that rewrites history (think blocks stripped) fails this for some.
+* an earlier answer lies inside the last prompt. It is supervised when its own prompt still stands there unchanged and
+  its text follows; a template that rewrites history (think blocks stripped) fails this for some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -25,6 +26,7 @@ from deepspec.errors import DataError
 
 Messages = Sequence[tuple[str, str]]
 
+_RECUT = 8  # tokens looked at where a longer text is cut into other tokens
 _PLACEHOLDER = "xAnswerPlaceholderx"
 NO_ANSWER = "no answer"
 TOO_SHORT = "fewer than two supervised tokens in a row"
@@ -169,10 +171,25 @@ class ChatRenderer:
 
     def _span(self, prompt: list[int], before: list[int], upto: list[int]) -> tuple[int, int] | None:
         """Return the supervised [start, end) of an earlier answer, None if its tokens do not stand in the prompt."""
-        start, end = len(before), len(upto)
-        if prompt[:start] != before or prompt[:end] != upto:
+        start, end = self._boundary(prompt, before, up=True), self._boundary(prompt, upto, up=False)
+        if start is None or end is None or start >= end:
             return None
         return start, end + (end < len(prompt) and prompt[end] in self.eos_token_ids)
+
+    def _boundary(self, prompt: list[int], head: list[int], *, up: bool) -> int | None:
+        """Return how many tokens of ``prompt`` make up ``head``; a token that straddles its end is in with ``up``.
+
+        The longer text may be cut differently there: two newlines are one token or two, a space joins the next word.
+        """
+        same = len(commonprefix([prompt, head]))
+        if same == len(head):
+            return same
+        tail = self.tokenizer.decode(head[same:])
+        sizes = range(same, min(len(prompt), same + _RECUT) + 1)
+        texts = {size: self.tokenizer.decode(prompt[same:size]) for size in sizes}
+        if up:
+            return next((size for size, text in texts.items() if text.startswith(tail)), None)
+        return next((size for size, text in reversed(texts.items()) if tail.startswith(text)), None)
 
     def _final(self, conversation: Conversation, suffix: list[int]) -> list[int]:
         """Return the end-of-turn that the target itself put behind the last answer: one token or none."""
