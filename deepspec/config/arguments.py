@@ -11,7 +11,18 @@ from deepspec.errors import ConfigError
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank(?:=(.*))?$")
 _OVERRIDE = re.compile(r"([A-Za-z_][\w.]*)=")
-_TAKES_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--info", "-i")
+_TAKES_VALUE = (
+    "--config-dir",
+    "-cd",
+    "--config-name",
+    "-cn",
+    "--config-path",
+    "-cp",
+    "--package",
+    "-p",
+    "--info",
+    "-i",
+)
 
 
 @dataclass
@@ -49,7 +60,14 @@ def parse(argv: list[str], groups: frozenset[str]) -> Arguments:
             made.multirun = True
             made.hydra.append(word)
         elif word.startswith("-"):
-            made.delegate |= word.partition("=")[0] in ("--hydra-help", "--info", "-i", "--shell-completion", "-sc", "--version")
+            made.delegate |= word.partition("=")[0] in (
+                "--hydra-help",
+                "--info",
+                "-i",
+                "--shell-completion",
+                "-sc",
+                "--version",
+            )
             made.hydra += [word, next(rest, "")] if word in _TAKES_VALUE else [word]
         else:
             made.hydra.append(_override(word, groups))

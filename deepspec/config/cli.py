@@ -83,7 +83,9 @@ class _Program:
         from deepspec.config.rules import world_size
 
         if self.arguments.multirun and world_size() > 1:
-            raise ConfigError("--multirun: a sweep runs its jobs one after another in one process; start it without a launcher")
+            raise ConfigError(
+                "--multirun: a sweep runs its jobs one after another in one process; start it without a launcher"
+            )
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on instead of exiting with 1
         register_resolvers()
         sys.argv = [sys.argv[0], *self.arguments.hydra]
@@ -137,7 +139,9 @@ def report(error: BaseException) -> int:
         _say("stopped from the keyboard; what was saved before is kept")
         return EXIT_FAILURE
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        _say(f"the disk is full{f' ({error.filename})' if error.filename else ''}; free some space and run the command again")
+        _say(
+            f"the disk is full{f' ({error.filename})' if error.filename else ''}; free some space and run the command again"
+        )
         return EXIT_FAILURE
     log.error("unexpected error", exc_info=error)
     _say(f"{type(error).__name__}: {str(error).strip() or 'no message'} (the traceback is in the log)")

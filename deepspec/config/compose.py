@@ -63,4 +63,6 @@ def _job() -> str:
     if not HydraConfig.initialized():
         return ""
     hydra = HydraConfig.get()
-    return f"/job-{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN and not OmegaConf.is_missing(hydra.job, "num") else ""
+    return (
+        f"/job-{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN and not OmegaConf.is_missing(hydra.job, "num") else ""
+    )

@@ -25,7 +25,9 @@ def composition_error(error: Exception, conf: Path) -> ConfigError:
         return ConfigError(f"{name}: no such key{near(name, groups(conf))}")
     if "Ambiguous value" in text:
         return ConfigError(f"{text.splitlines()[0]} Several values need --multirun; a list is written key=[1,2]")
-    lines = [line for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line and "hydra.cc" not in line]
+    lines = [
+        line for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line and "hydra.cc" not in line
+    ]
     return ConfigError(" ".join(line.strip() for line in lines[:4]) or type(error).__name__)
 
 

@@ -107,7 +107,9 @@ def with_defaults(cfg: DictConfig) -> DictConfig:
         cls = _drafter_class(given.get("drafter")) if item.name == "drafter" else hint
         if isinstance(cls, type) and is_dataclass(cls):
             defaults = {f.name: to_plain(default_of(f)) for f in fields(cls)}
-            full[item.name] = {**defaults, **given.get(item.name, {})}
+            own = given.get(item.name, {})
+            chosen = {"_target_": own["_target_"]} if "_target_" in own else {}
+            full[item.name] = {**chosen, **defaults, **own}
         else:
             full[item.name] = given.get(item.name, default_of(item))
     return OmegaConf.create(full)
@@ -198,7 +200,10 @@ def _read_run(path: Path, problems: Problems) -> dict[str, Any]:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         beside = sorted(p.parent.name for p in path.parent.glob("*/config.yaml")) if path.parent.is_dir() else []
-        problems.add(f"run={path}: is no run folder, config.yaml cannot be read there ({_reason(error)})" + near(path.name, beside))
+        problems.add(
+            f"run={path}: is no run folder, config.yaml cannot be read there ({_reason(error)})"
+            + near(path.name, beside)
+        )
         return {}
     if not isinstance(values, dict):
         problems.add(f"run={path}: {file} holds no keys")
