@@ -74,7 +74,13 @@ class ContextAttention(nn.Module):
             torch.cat((context_rotation[1], rotation[1]), dim=-2),
         )
         keys, values = self.keys_values(joint, both)
-        out = attend(self.queries(x, rotation), keys, values, mask, backend=backend)
+        return self.output(self.queries(x, rotation), keys, values, mask, backend)
+
+    def output(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, backend: AttentionBackend
+    ) -> Tensor:
+        """Attend and project back to [B, n, D]."""
+        out = attend(queries, keys, values, mask, backend=backend)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
