@@ -13,19 +13,24 @@ An interrupted run goes on with the ids that ``answers.jsonl`` does not hold yet
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspec.contracts import Conversation
 from deepspec.data.chat import ChatRenderer
 from deepspec.data.conversations import needs_answer, read_conversations, write_conversations
 from deepspec.data.prepare import content_key, file_hash, tokenizer_hash
 from deepspec.errors import DataError
+from deepspec.log import progress
 
-Answerer = Callable[[Sequence[Conversation], Path], None]
-"""Answers conversations and appends one JSON line an answer to the file."""
+if TYPE_CHECKING:
+    from deepspec.data.generate import Answer
+
+Answerer = Callable[[Sequence[tuple[str, list[int]]]], "Iterable[Answer]"]
+"""Answers prompts (id, tokens), in any order; called only when there is one."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,29 @@ class AnswerStore:
         if not prompts or answered.is_file():
             return answered if prompts else path
         store = self._folder(path) / "answers.jsonl"
-        store.parent.mkdir(parents=True, exist_ok=True)
-        answer(prompts, store)
+        self._collect(prompts, store, answer)
         write_conversations(answered, merge_answers(conversations, read_answers(store)))
         return answered
+
+    def _collect(self, conversations: Sequence[Conversation], store: Path, answer: Answerer) -> None:
+        """Append the answers that ``store`` does not hold yet, each as soon as it is there."""
+        done = read_answers(store)
+        prompts = [(c.id, self.renderer.prompt_ids(c.messages)) for c in conversations if c.id not in done]
+        if not prompts:
+            return
+        store.parent.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(store)
+        with store.open("a", encoding="utf-8") as file:
+            for item in progress(answer(prompts), len(prompts), "answers"):
+                record = {"id": item.id, "content": self._text(item), "finish_reason": item.finish_reason}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.flush()
+
+    def _text(self, answer: Answer) -> str:
+        text: str = self.renderer.tokenizer.decode(
+            answer.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text.rstrip("\ufffd") if answer.finish_reason == "length" else text  # cut inside a character
 
     def _answered(self, path: Path, limit: int | None) -> Path:
         return self._folder(path) / f"answered-{'all' if limit is None else limit}.jsonl"
@@ -102,6 +126,14 @@ def read_answers(path: Path) -> dict[str, tuple[str, str | None]]:
                     f"{path}:{number}: not an answer ({error}); delete the line to have it made again"
                 ) from error
     return answers
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Remove a last line without a line end: a kill cut it."""
+    if path.is_file():
+        whole = path.read_bytes().rpartition(b"\n")
+        if whole[2]:
+            os.truncate(path, len(whole[0]) + len(whole[1]))
 
 
 def merge_answers(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,28 @@ def ask(i: int) -> Conversation:
     return Conversation(f"c/a/{i}", (("user", f"question {i}"),), "c")
 
 
+@dataclass(frozen=True)
+class Said:
+    id: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+
+
 class Fake:
-    """Answers out of order, keeps count, and may be killed after some."""
+    """Answers out of order, remembers whom it answered, and may be killed after some."""
 
-    def __init__(self, die_after: int | None = None) -> None:
+    def __init__(self, tokenizer: Any, die_after: int | None = None) -> None:
+        self.tokenizer, self.die_after = tokenizer, die_after
         self.asked: list[str] = []
-        self.die_after = die_after
 
-    def __call__(self, prompts: Sequence[Conversation], store: Path) -> None:
-        done = read_answers(store)
-        with store.open("a", encoding="utf-8") as file:
-            for prompt in reversed([p for p in prompts if p.id not in done]):
-                if len(self.asked) == self.die_after:
-                    file.write('{"id": "c/a/0", "cont')  # killed in the middle of a line
-                    raise KeyboardInterrupt
-                self.asked.append(prompt.id)
-                reason = "length" if prompt.id == "c/a/2" else "stop"
-                record = {"id": prompt.id, "content": f"to {prompt.messages[-1][1]}", "finish_reason": reason}
-                file.write(json.dumps(record) + "\n")
+    def __call__(self, prompts: Sequence[tuple[str, list[int]]]) -> Iterator[Any]:
+        for name, ids in reversed(prompts):
+            if len(self.asked) == self.die_after:
+                raise KeyboardInterrupt
+            self.asked.append(name)
+            number = self.tokenizer.decode(ids).split("question ")[1][0]
+            text, reason = f"to question {number}", "length" if number == "2" else "stop"
+            yield Said(name, tuple(self.tokenizer(text)["input_ids"]), reason)
 
 
 @pytest.fixture
@@ -53,7 +58,7 @@ def store_in(cache: Path, tokenizer: Any, **settings: Any) -> AnswerStore:
 
 
 def test_answers_are_merged_in_the_order_of_the_file(file: Path, tmp_path: Path, tokenizer: Any) -> None:
-    store, fake = store_in(tmp_path, tokenizer), Fake()
+    store, fake = store_in(tmp_path, tokenizer), Fake(tokenizer)
     with pytest.raises(DataError, match=r"train\.jsonl: 3 conversations have no answer.*deepspec\.prepare"):
         store.file(file)
     answered = store.complete(file, fake)
@@ -69,25 +74,26 @@ def test_answers_are_merged_in_the_order_of_the_file(file: Path, tmp_path: Path,
 def test_a_file_with_all_answers_is_used_as_it_is(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "done.jsonl"
     write_conversations(path, [DONE])
-    fake = Fake()
+    fake = Fake(tokenizer)
     store = store_in(tmp_path, tokenizer)
     assert store.complete(path, fake) == store.file(path) == path
     assert fake.asked == []
 
 
 def test_after_a_kill_only_what_is_missing_is_asked_again(file: Path, tmp_path: Path, tokenizer: Any) -> None:
-    store, killed, fake = store_in(tmp_path, tokenizer), Fake(die_after=2), Fake()
+    store, killed, fake = store_in(tmp_path, tokenizer), Fake(tokenizer, die_after=2), Fake(tokenizer)
     with pytest.raises(KeyboardInterrupt):
         store.complete(file, killed)
     (partial,) = (tmp_path / "answers").glob("*/answers.jsonl")
-    partial.write_text(partial.read_text(encoding="utf-8").rpartition("\n")[0] + "\n", encoding="utf-8")
+    with partial.open("a", encoding="utf-8") as lines:
+        lines.write('{"id": "c/a/0", "cont')  # the kill came in the middle of a line
     answered = store.complete(file, fake)
     assert (killed.asked, fake.asked) == (["c/a/2", "c/a/1"], ["c/a/0"])
     assert len(list(read_conversations(answered))) == 4
 
 
 def test_a_limit_answers_only_the_first_and_is_kept_for_later(file: Path, tmp_path: Path, tokenizer: Any) -> None:
-    store, fake = store_in(tmp_path, tokenizer), Fake()
+    store, fake = store_in(tmp_path, tokenizer), Fake(tokenizer)
     assert len(list(read_conversations(store.complete(file, fake, limit=2)))) == 2
     assert fake.asked == ["c/a/0"]
     store.complete(file, fake)
@@ -95,7 +101,7 @@ def test_a_limit_answers_only_the_first_and_is_kept_for_later(file: Path, tmp_pa
 
 
 def test_other_settings_or_another_target_ask_again(file: Path, tmp_path: Path, tokenizer: Any) -> None:
-    fake = Fake()
+    fake = Fake(tokenizer)
     first = store_in(tmp_path, tokenizer, temperature=0.0).complete(file, fake)
     assert store_in(tmp_path, tokenizer, temperature=1.0).complete(file, fake) != first
     renderer = ChatRenderer(tokenizer)
@@ -119,4 +125,11 @@ def test_unreadable_answers_name_the_line(tmp_path: Path) -> None:
 
 def test_a_prompt_that_got_no_answer_is_an_error(file: Path, tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match="c/a/0: the target gave no answer"):
-        store_in(tmp_path, tokenizer).complete(file, lambda *_: None)
+        store_in(tmp_path, tokenizer).complete(file, lambda _: [])
+
+
+def test_an_answer_cut_inside_a_character_loses_its_stump(tmp_path: Path, tokenizer: Any) -> None:
+    write_conversations(tmp_path / "t.jsonl", [ask(0)])
+    stump = tuple(tokenizer("a word \u65e5")["input_ids"][:-1])
+    answered = store_in(tmp_path, tokenizer).complete(tmp_path / "t.jsonl", lambda _: [Said("c/a/0", stump, "length")])
+    assert next(read_conversations(answered)).messages[-1] == ("assistant", "a word ")
