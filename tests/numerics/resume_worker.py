@@ -60,23 +60,23 @@ def make(case: str, ranks: Ranks, folder: Path, *, engine: str | None = None, di
     return trainer
 
 
-def main(mode: str, folder: Path, cases: Sequence[str]) -> None:
-    torch.set_num_threads(1)
-    with joined_ranks(toy.engine_config(kind="deepspeed")) as ranks:
-        for case in cases:
-            name = case.replace(":", "_")
-            if mode == "resume":
-                make(case, ranks, folder / name / "killed").run()
-                other = OTHER.get(case.split(":")[0], "plain")
-                make(case, ranks, folder / name / "elastic", engine=other).run()
-                continue
-            make(case, ranks, folder / name / "straight").run()
-            for copy in ("killed", "elastic"):
-                with suppress(Abandon):
-                    make(case, ranks, folder / name / copy, die=True).run()
-        if mode == "straight":
-            os.kill(os.getpid(), signal.SIGKILL)
+def run_cases(mode: str, ranks: Ranks, folder: Path, cases: Sequence[str]) -> None:
+    """Run one half of the test; the first half ends by SIGKILL."""
+    for case in cases:
+        name = case.replace(":", "_")
+        if mode == "resume":
+            make(case, ranks, folder / name / "killed").run()
+            make(case, ranks, folder / name / "elastic", engine=OTHER.get(case.split(":")[0], "plain")).run()
+            continue
+        make(case, ranks, folder / name / "straight").run()
+        for copy in ("killed", "elastic"):
+            with suppress(Abandon):
+                make(case, ranks, folder / name / copy, die=True).run()
+    if mode == "straight":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    torch.set_num_threads(1)
+    with joined_ranks(toy.engine_config(kind="deepspeed")) as joined:
+        run_cases(sys.argv[1], joined, Path(sys.argv[2]), sys.argv[3:])

@@ -66,24 +66,27 @@ def compare(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float
     return same | {k: abs(found[k] / reference[k] - 1) for k in reference if isinstance(reference[k], float)}
 
 
-def main(out: Path, engines: Sequence[str]) -> None:
+def measure_all(ranks: Ranks, out: Path, engines: Sequence[str]) -> None:
     """Measure all that the tests ask about."""
-    torch.set_num_threads(1)
-    with joined_ranks(toy.engine_config(kind="deepspeed")) as ranks:
-        alone = measure(toy.ONE_RANK)
-        largest = toy.GLOBAL_BATCH // ranks.world_size
-        cases: dict[str, dict[str, Any]] = {}
-        for engine in engines:
-            kind, _, stage = engine.partition("-")
-            for micro in (largest, 1):
-                values = {"kind": kind, "zero_stage": int(stage or 0), "micro_batch_size": micro}
-                cases[f"{engine} micro {micro}"] = values
-        found = {name: measure(ranks, **values) for name, values in cases.items()}
-        found["fault rank"] = measure(ranks, PerRankMean, micro_batch_size=largest)
-        found["fault micro"] = measure(ranks, PerMicroBatchMean, micro_batch_size=1)
-        if ranks.is_first:
-            out.write_text(json.dumps({name: compare(value, alone) for name, value in found.items()}))
+    alone = measure(toy.ONE_RANK)
+    largest = toy.GLOBAL_BATCH // ranks.world_size
+    cases: dict[str, dict[str, Any]] = {}
+    for engine in engines:
+        kind, _, stage = engine.partition("-")
+        for micro in (largest, 1):
+            cases[f"{engine} micro {micro}"] = {
+                "kind": kind,
+                "zero_stage": int(stage or 0),
+                "micro_batch_size": micro,
+            }
+    found = {name: measure(ranks, **values) for name, values in cases.items()}
+    found["fault rank"] = measure(ranks, PerRankMean, micro_batch_size=largest)
+    found["fault micro"] = measure(ranks, PerMicroBatchMean, micro_batch_size=1)
+    if ranks.is_first:
+        out.write_text(json.dumps({name: compare(value, alone) for name, value in found.items()}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    torch.set_num_threads(1)
+    with joined_ranks(toy.engine_config(kind="deepspeed")) as joined:
+        measure_all(joined, Path(sys.argv[1]), sys.argv[2:])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.numerics.conftest import FAST_CASES
 from tests.numerics.launch import start_ranks
 from tests.unit.engine import toy
 
@@ -15,9 +17,7 @@ LAST = "checkpoints/step-000010"
 ENGINES = ("plain", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 
 
-def run(folder: Path, world_size: int, cases: list[str]) -> None:
-    codes = start_ranks("tests.numerics.resume_worker", "straight", str(folder), *cases, world_size=world_size)
-    assert all(code != 0 for code in codes)
+def resume(folder: Path, world_size: int, cases: Sequence[str]) -> None:
     codes = start_ranks("tests.numerics.resume_worker", "resume", str(folder), *cases, world_size=world_size)
     assert codes == [0] * world_size
     for case in cases:
@@ -44,11 +44,14 @@ def lines(folder: Path) -> list[tuple[object, ...]]:
     return [tuple(line[key] for key in ("step", "samples", "lr", "loss", "grad_norm")) for line in found]
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    run(tmp_path, 2, ["plain:fp32", "deepspeed-1:bf16", "deepspeed-3:fp32"])
+def test_two_ranks(two_ranks: Path) -> None:
+    resume(two_ranks, 2, FAST_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_engine(tmp_path: Path, world_size: int) -> None:
-    run(tmp_path, world_size, [f"{engine}:{precision}" for engine in ENGINES for precision in ("fp32", "bf16")])
+    cases = [f"{engine}:{precision}" for engine in ENGINES for precision in ("fp32", "bf16")]
+    codes = start_ranks("tests.numerics.resume_worker", "straight", str(tmp_path), *cases, world_size=world_size)
+    assert all(code != 0 for code in codes), "the workers end by SIGKILL"
+    resume(tmp_path, world_size, cases)

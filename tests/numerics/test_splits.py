@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.numerics.conftest import FAST_ENGINES
 from tests.numerics.launch import start_ranks
 
 GRADIENT, UPDATE = 2e-6, 1e-4  # relative L2 in fp32: only the order of summation differs
-ALL = ("plain", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 
 
 def check(measured: dict[str, dict[str, float]], engines: tuple[str, ...]) -> None:
@@ -22,18 +22,10 @@ def check(measured: dict[str, dict[str, float]], engines: tuple[str, ...]) -> No
             assert distance <= limit, f"{name}: {what} is off by {distance:.2e}"
 
 
-def run(folder: Path, world_size: int, engines: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    out = folder / "measured.json"
-    codes = start_ranks("tests.numerics.splits_worker", str(out), *engines, world_size=world_size)
-    assert codes == [0] * world_size
-    measured: dict[str, dict[str, float]] = json.loads(out.read_text())
-    return measured
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    """Pitfalls 16, 17 and 18: one rank without a supervised token, micro-batches of 0, 1, 2 and 6, clipping."""
-    measured = run(tmp_path, 2, ALL)
-    check(measured, ALL)
+def test_two_ranks(two_ranks: Path) -> None:
+    """Ranks with 1 and 8 supervised tokens, micro-batches with 0, 1, 2 and 6; clipping by the norm over all shards."""
+    measured = json.loads((two_ranks / "measured.json").read_text())
+    check(measured, FAST_ENGINES)
     for fault in ("fault rank", "fault micro"):
         assert measured[fault]["gradient"] > 1e3 * GRADIENT, f"{fault} went unnoticed"
         assert measured[fault]["update"] > 10 * UPDATE, f"{fault} went unnoticed"
@@ -41,4 +33,6 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_rank(tmp_path: Path) -> None:
-    check(run(tmp_path, 1, ALL), ALL)
+    out = tmp_path / "measured.json"
+    assert start_ranks("tests.numerics.splits_worker", str(out), *FAST_ENGINES, world_size=1) == [0]
+    check(json.loads(out.read_text()), FAST_ENGINES)
