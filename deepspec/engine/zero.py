@@ -102,7 +102,9 @@ class ZeroEngine:
         if engine.precision == "fp16" and self._stage == 0:
             self._scaler = LossScaler(engine.initial_loss_scale, ranks.device)
         self._inner = self._make_optimizer(optim)
-        with redirect_stdout(sys.stderr if log.isEnabledFor(logging.DEBUG) else io.StringIO()):  # it prints what belongs into a log
+        with redirect_stdout(
+            sys.stderr if log.isEnabledFor(logging.DEBUG) else io.StringIO()
+        ):  # it prints what belongs into a log
             self._engine, *_ = self._deepspeed.initialize(
                 model=module,
                 optimizer=self._inner,

@@ -114,7 +114,7 @@ def test_loader_error_stops_the_run() -> None:
 
 def test_data_that_ends_too_early() -> None:
     trainer = toy.make_trainer(steps=10)
-    trainer._batches = lambda start: iter([(0, [toy.make_batch(range(4))])])
+    trainer._batches = lambda _start: iter([(0, [toy.make_batch(range(4))])])
     with pytest.raises(TrainingError, match="step 1 of 10"):
         trainer.run()
 
