@@ -6,7 +6,7 @@ trains the module through ``forward``; the decoder drives it through ``start``, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from deepspec.contracts import Batch, Conventions, Features, LossOutput, Proposal, TargetInfo, TokenSampler
     from deepspec.nn.head import FrozenHead
+
+LossPrecision = Literal["auto", "exact", "common_mode"]
 
 
 class DrafterConfig(Protocol):
@@ -45,6 +47,8 @@ class Drafter(nn.Module):
     conventions: Conventions
     coefficients: Mapping[str, float]
     """Weight of each loss term, by the names of ``LossOutput.sums``."""
+    loss_precision: LossPrecision = "auto"
+    """``engine.loss_precision``; whoever builds a training run sets it on the drafter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,224 @@
+"""Cross-entropy, L1 distance and acceptance of many draft rows, value and gradient in one pass over chunks of rows.
+
+The head is frozen, so the gradient with respect to the draft states needs nothing from later: it is formed while a
+chunk's logits are at hand, and nothing of size [R, V] outlives its chunk. The loss must be one scalar for that,
+``sum_r w_r (ce * CE_r + l1 * L1_r)``: its terms share their denominator, which the caller divides by afterwards.
+
+With q = softmax(z), p the target's distribution, y the label and s = sign(q - p):
+
+    d CE / dz = q - onehot(y)          d L1 / dz = q * (s - <q, s>)
+
+Rows that overlap in time ask for the same target position. Rows are sorted by it, so that the target's logits are
+formed once for each distinct position and no two chunks share one.
+
+Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of the
+head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of the
+target's logits are then common to both distributions and cancel in q - p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from deepspec.losses.products import back_project, project
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deepspec.nn.head import FrozenHead
+
+LossMode = Literal["exact", "common_mode"]
+CHUNK_ROWS = 64  # a chunk's logits should stay near the last-level cache: 64 * 49152 * 4 bytes are 12 MB
+
+
+class BlockLoss(NamedTuple):
+    """What the pass over R rows returns; only ``total`` carries a gradient."""
+
+    total: Tensor  # 0-d, sum_r w_r (ce * CE_r + l1 * L1_r)
+    ce: Tensor  # [R] nats
+    l1: Tensor  # [R]
+    agreement: Tensor  # [R] 1.0 where the target's most likely token is the draft's too
+
+    @property
+    def acceptance(self) -> Tensor:
+        """Chance [R] that a token drawn from the draft is accepted."""
+        return 1.0 - 0.5 * self.l1
+
+
+@dataclass(frozen=True)
+class RowTask:
+    """Everything of a pass that needs no gradient."""
+
+    target_hidden: Tensor  # [U, D] final-normed states of the target
+    target_index: Tensor  # [R] row of target_hidden that judges each draft row
+    labels: Tensor  # [R]
+    weights: Tensor  # [R]
+    head: FrozenHead
+    ce: float
+    l1: float
+    mode: LossMode = "exact"
+    chunk_rows: int = CHUNK_ROWS
+
+
+def block_loss(hidden: Tensor, task: RowTask, markov: Tensor | None = None, w2: Tensor | None = None) -> BlockLoss:
+    """Score draft states ``hidden`` [R, D]; logits get ``markov`` [R, r] times ``w2`` [V, r] added when they are given.
+
+    Gradients flow to ``hidden``, ``markov`` and ``w2``.
+    """
+    return BlockLoss(*_FusedRows.apply(hidden, markov, w2, task, torch.is_grad_enabled()))
+
+
+class _FusedRows(torch.autograd.Function):
+    """The pass itself; ``backward`` only scales the gradients that ``forward`` has formed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, markov: Tensor | None, w2: Tensor | None, task: RowTask, grad_enabled: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wanted = grad_enabled and any(ctx.needs_input_grad)
+        scan = _Scan(hidden, markov, w2, task, with_grad=wanted)
+        for start, stop, first, last in scan.chunks:
+            scan.run(start, stop, first, last)
+        ce, l1, agreement = (values[scan.inverse] for values in (scan.ce, scan.l1, scan.agreement))
+        ctx.gradients = scan.gradients() if wanted else (None, None, None)
+        ctx.mark_non_differentiable(ce, l1, agreement)
+        total = (task.weights.to(ce.dtype) * (task.ce * ce + task.l1 * l1)).sum()
+        return total, ce, l1, agreement
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0]
+        scaled = [None if g is None else g * scale.to(g.dtype) for g in ctx.gradients]
+        return (*scaled, None, None)
+
+
+class _Scan:
+    """Rows in the order of their target positions, and the buffers that every chunk reuses."""
+
+    def __init__(
+        self, hidden: Tensor, markov: Tensor | None, w2: Tensor | None, task: RowTask, *, with_grad: bool
+    ) -> None:
+        self.task, self.with_grad = task, with_grad
+        self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        order = torch.argsort(task.target_index, stable=True)
+        self.inverse = torch.empty_like(order)
+        self.inverse[order] = torch.arange(order.numel(), device=order.device)
+        positions, self.judge, counts = torch.unique_consecutive(
+            task.target_index[order], return_inverse=True, return_counts=True
+        )
+        self.chunks = _cut(counts.tolist(), task.chunk_rows)
+        self.hidden = hidden.detach()[order]  # [R, D]
+        self.target_hidden = task.target_hidden.detach()[positions]  # [U', D]
+        self.labels = task.labels[order]
+        self.weights = task.weights[order].to(self.wide)
+        self.source = (hidden, markov, w2)
+        self.markov = None if markov is None else markov.detach()[order].to(self.wide)
+        self.w2 = None if w2 is None else w2.detach().to(self.wide)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        device, rows = self.hidden.device, self.hidden.shape[0]
+        shape = (max((stop - start for start, stop, _, _ in self.chunks), default=0), self.task.head.vocab_size)
+        self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(4)]
+        self.ce, self.l1, self.agreement = (torch.zeros(rows, device=device, dtype=self.wide) for _ in range(3))
+        if not self.with_grad:
+            return
+        self.grad_hidden = torch.zeros(self.hidden.shape, device=device, dtype=self.wide)
+        self.grad_markov = None if self.markov is None else torch.zeros_like(self.markov)
+        self.grad_w2 = None if self.w2 is None else torch.zeros_like(self.w2)
+
+    def run(self, start: int, stop: int, first: int, last: int) -> None:
+        """Score rows ``start:stop``, which are judged by target positions ``first:last``."""
+        rows, count = slice(start, stop), stop - start
+        z, q, d = (buffer[:count] for buffer in self.buffers[:3])
+        p = self.buffers[3][: last - first]
+        judge = self.judge[rows] - first  # [n]
+        slope = self._logits(rows, slice(first, last), judge, z, p, scratch=q)
+        target_top = p.argmax(-1)[judge][:, None]  # [n, 1]
+        top = z.amax(-1)
+        label_logit = z.gather(1, self.labels[rows, None]).squeeze(1)
+        self.agreement[rows] = (z.gather(1, target_top).squeeze(1) >= top).to(self.wide)
+        torch.softmax(z, -1, out=q)
+        self.ce[rows] = top - q.amax(-1).log() - label_logit  # log sum exp z = max z - log max q
+        torch.index_select(p, 0, judge, out=d)
+        d.sub_(q)  # p - q
+        self.l1[rows] = torch.linalg.vector_norm(d, ord=1, dim=-1)
+        if self.with_grad:
+            self._gradient(rows, q, d.sign_(), slope)
+
+    def _logits(
+        self, rows: slice, targets: slice, judge: Tensor, z: Tensor, p: Tensor, scratch: Tensor
+    ) -> Tensor | None:
+        """Fill ``z`` [n, V] with the draft's logits and ``p`` [u, V] with the target's probabilities.
+
+        Returns the slope of the head's soft-cap [n, V] when it has one.
+        """
+        head = self.task.head
+        raw = scratch[: p.shape[0]]
+        project(self.target_hidden[targets], head.weight, raw)
+        if self.task.mode == "exact":
+            project(self.hidden[rows], head.weight, z)
+        else:
+            difference = self.hidden[rows].to(self.wide) - self.target_hidden[targets].to(self.wide)[judge]
+            project(difference, head.weight, z, in_weight_precision=True)
+            z.add_(raw[judge])
+        slope = _finish(z, head)
+        _finish(raw, head)
+        torch.softmax(raw, -1, out=p)
+        if self.markov is not None and self.w2 is not None:
+            z.addmm_(self.markov[rows], self.w2.t())
+        return slope
+
+    def _gradient(self, rows: slice, q: Tensor, against: Tensor, slope: Tensor | None) -> None:
+        """Turn ``against`` = sign(p - q) [n, V] into d loss / dz and push it through head and Markov matrix."""
+        task, weights = self.task, self.weights[rows, None]
+        mean = torch.bmm(q[:, None], against[:, :, None])[:, 0]  # <q, sign(p - q)> [n, 1]
+        against.mul_(-task.l1 * weights).add_(weights * (task.ce + task.l1 * mean)).mul_(q)
+        against.scatter_add_(1, self.labels[rows, None], -task.ce * weights)
+        if self.markov is not None and self.w2 is not None:
+            torch.mm(against, self.w2, out=self.grad_markov[rows])
+            self.grad_w2.addmm_(against.t(), self.markov[rows])
+        if slope is not None:
+            against.mul_(slope)
+        low = task.mode == "common_mode" or (against.is_cuda and self.hidden.dtype == task.head.weight.dtype)
+        back_project(against, task.head.weight, self.grad_hidden[rows], in_weight_precision=low)
+        if task.head.logit_scale != 1.0:
+            self.grad_hidden[rows].mul_(task.head.logit_scale)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients in the caller's order of rows and in the precision of the inputs."""
+        hidden, markov, w2 = self.source
+        grad_markov = (
+            None if self.grad_markov is None or markov is None else self.grad_markov[self.inverse].to(markov.dtype)
+        )
+        grad_w2 = None if self.grad_w2 is None or w2 is None else self.grad_w2.to(w2.dtype)
+        return self.grad_hidden[self.inverse].to(hidden.dtype), grad_markov, grad_w2
+
+
+def _cut(counts: list[int], chunk_rows: int) -> list[tuple[int, int, int, int]]:
+    """Group target positions with ``counts`` rows each into chunks (first row, end row, first position, end position)."""
+    chunks: list[tuple[int, int, int, int]] = []
+    start = first = stop = 0
+    for position, count in enumerate(counts):
+        if stop > start and stop - start + count > chunk_rows:
+            chunks.append((start, stop, first, position))
+            start, first = stop, position
+        stop += count
+    return [*chunks, (start, stop, first, len(counts))] if counts else []
+
+
+def _finish(raw: Tensor, head: FrozenHead) -> Tensor | None:
+    """Add bias, scale and soft-cap to ``raw`` in place; return d softcap / d input when there is a cap."""
+    if head.bias is not None:
+        raw.add_(head.bias.to(raw.dtype))
+    if head.logit_scale != 1.0:
+        raw.mul_(head.logit_scale)
+    if head.logit_softcap is None:
+        return None
+    raw.div_(head.logit_softcap).tanh_()
+    slope = 1.0 - raw.square()
+    raw.mul_(head.logit_softcap)
+    return slope

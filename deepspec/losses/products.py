@@ -1,0 +1,51 @@
+"""Products with the head's weights that keep fp32 results, whatever the weights are stored in.
+
+A CPU has no low-precision product with fp32 output; there the weights are widened tile by tile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TILE = 8192  # vocabulary rows widened at a time
+
+
+def project(x: Tensor, weight: Tensor, out: Tensor, *, in_weight_precision: bool = False) -> None:
+    """Write ``x weight^T`` into ``out`` [n, V], for x [n, D] and weight [V, D].
+
+    ``in_weight_precision`` multiplies in the precision of the weights; otherwise low-precision weights are widened
+    unless ``x`` is just as narrow and the device returns wide results.
+    """
+    if weight.dtype == out.dtype:
+        torch.mm(x.to(out.dtype), weight.t(), out=out)
+    elif x.is_cuda and (in_weight_precision or x.dtype == weight.dtype):
+        out.copy_(torch.mm(x.to(weight.dtype), weight.t(), out_dtype=torch.float32))
+    elif in_weight_precision:
+        out.copy_(torch.mm(x.to(weight.dtype), weight.t()))
+    else:
+        wide = x.to(out.dtype)
+        for tile in _tiles(weight):
+            torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
+
+
+def back_project(grad: Tensor, weight: Tensor, out: Tensor, *, in_weight_precision: bool = False) -> None:
+    """Write ``grad weight`` into ``out`` [n, D], for grad [n, V] and weight [V, D]."""
+    if weight.dtype == out.dtype:
+        torch.mm(grad, weight, out=out)
+    elif grad.is_cuda and in_weight_precision:
+        out.copy_(torch.mm(grad.to(weight.dtype), weight, out_dtype=torch.float32))
+    elif in_weight_precision:
+        out.copy_(torch.mm(grad.to(weight.dtype), weight))
+    else:
+        out.zero_()
+        for tile in _tiles(weight):
+            out.addmm_(grad[:, tile], weight[tile].to(out.dtype))
+
+
+def _tiles(weight: Tensor) -> list[slice]:
+    return [slice(start, start + TILE) for start in range(0, weight.shape[0], TILE)]

@@ -1,0 +1,46 @@
+"""The loss terms of one draft row, written so that they can be read. ``fused.py`` computes the same in one pass.
+
+Every function maps draft logits z and target logits t, both [..., V], to values [...] in fp32 (fp64 stays fp64).
+q = softmax(z) is the drafter's distribution, p = softmax(t) the target's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def cross_entropy(draft_logits: Tensor, labels: Tensor) -> Tensor:
+    """Return -log q[label] in nats."""
+    log_q = _wide(draft_logits).log_softmax(-1)
+    return -log_q.gather(-1, labels[..., None]).squeeze(-1)
+
+
+def l1_distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Return ||q - p||_1, from 0 to 2."""
+    return (_wide(draft_logits).softmax(-1) - _wide(target_logits).softmax(-1)).abs().sum(-1)
+
+
+def total_variation(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Return half of ``l1_distance``: the chance that a token drawn from q is rejected against p."""
+    return 0.5 * l1_distance(draft_logits, target_logits)
+
+
+def acceptance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Return the chance that a token drawn from q is accepted against p: sum min(p, q)."""
+    return 1.0 - total_variation(draft_logits, target_logits)
+
+
+def binary_cross_entropy(confidence_logits: Tensor, acceptance: Tensor) -> Tensor:
+    """Return the cross-entropy of sigmoid(confidence_logits) [...] against a chance of acceptance [...]."""
+    wide = _wide(confidence_logits)
+    return functional.binary_cross_entropy_with_logits(wide, acceptance.to(wide.dtype), reduction="none")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

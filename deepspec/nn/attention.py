@@ -1,0 +1,50 @@
+"""Attention behind one call, whatever kernel runs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AttentionBackend = Literal["sdpa", "eager"]
+
+
+def attend(
+    q: Tensor,  # [B, H, n, Dh]
+    k: Tensor,  # [B, Hkv, s, Dh], H a multiple of Hkv
+    v: Tensor,  # [B, Hkv, s, Dh]
+    mask: Tensor | None = None,  # [B, 1, n, s] bool, True may be seen; None: everything may
+    *,
+    backend: AttentionBackend = "sdpa",
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(Dh)) v as [B, H, n, Dh]. A query that may see nothing gives zeros, with zero gradient.
+
+    Kernels disagree about such a query (zeros, a mean, NaN), so it is given everything to see and its result dropped.
+    """
+    blind = None
+    if mask is not None:
+        blind = ~mask.any(-1, keepdim=True)  # [B, 1, n, 1]
+        mask = mask | blind
+    out = _sdpa(q, k, v, mask) if backend == "sdpa" else _eager(q, k, v, mask)
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The definition, with the heads of one group side by side instead of repeated keys."""
+    batch, heads, length, width = q.shape
+    groups = k.shape[1]
+    q = q.view(batch, groups, heads // groups, length, width)
+    scores = (q @ k[:, :, None].transpose(-1, -2)).float() * width**-0.5  # [B, Hkv, H/Hkv, n, s]
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1).to(v.dtype)
+    return (weights @ v[:, :, None]).reshape(batch, heads, length, width)
