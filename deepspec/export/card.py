@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import deepspec
@@ -10,13 +10,17 @@ from deepspec.export.sizes import size_rows
 from deepspec.export.verify import verification_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from deepspec.export.sizes import PartSize
     from deepspec.export.verify import Verification
     from deepspec.inference.package_config import PackageConfig
 
 SIZE_HEAD = ("part", "parameters", "16-bit", "package", "saved")
+VERIFICATION_NOTE = """Both drafters, the trained one in fp32 and this package as reloaded from disk, drafted for
+the same target, prompts and tokens. The accepted length is pooled over rounds; rounds cut by the end of the text are left out.
+The total variation between the two drafters' distributions bounds the change of a slot's acceptance.
+"""
 VERIFY_HEAD = ("", "trained drafter", "package", "change")
 
 
@@ -28,7 +32,6 @@ class Origin:
     data: str = ""
     step: int | None = None
     target_path: str = ""
-    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 def card_text(
@@ -38,8 +41,12 @@ def card_text(
     parts = [f"# Drafter for {_safe(config.target.name)}, {config.profile}\n"]
     if forced:
         parts.append("**Written by force although it failed its verification:**\n\n" + _bullets(verification.problems))
-    parts += [_facts(config, origin), "## Against the trained drafter\n", table(VERIFY_HEAD, verification_rows(verification))]
-    parts += [_verification_note(verification), "## Size\n", table(SIZE_HEAD, _size_rows(config, sizes)), _usage(config, origin)]
+    parts += [
+        _facts(config, origin),
+        "## Against the trained drafter\n",
+        table(VERIFY_HEAD, verification_rows(verification)),
+    ]
+    parts += [VERIFICATION_NOTE, "## Size\n", table(SIZE_HEAD, _size_rows(config, sizes)), _usage(config, origin)]
     return "\n".join(parts)
 
 
@@ -47,7 +54,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table whose columns are aligned for reading as plain text too."""
     cells = [list(head), *[list(row) for row in rows]]
     widths = [max(len(row[n]) for row in cells) for n in range(len(head))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines) + "\n"
 
@@ -60,7 +69,8 @@ def report_text(config: PackageConfig, verification: Verification, sizes: Sequen
 def _facts(config: PackageConfig, origin: Origin) -> str:
     window = "none" if config.sliding_window is None else str(config.sliding_window)
     facts = {
-        "target": f"{_safe(config.target.name)} ({_safe(config.target.model_type)}, fingerprint `{_safe(config.target.fingerprint)}`)",
+        "target": ", ".join(_safe(t) for t in (config.target.name, config.target.model_type) if t),
+        "target's fingerprint": _safe(config.target.fingerprint),
         "recipe": _safe(origin.recipe),
         "data": _safe(origin.data),
         "optimiser steps": "" if origin.step is None else str(origin.step),
@@ -70,17 +80,8 @@ def _facts(config: PackageConfig, origin: Origin) -> str:
         "mask token": str(config.mask_token_id),
         "sliding window": window,
         "DeepSpec": deepspec.__version__,
-        **{_safe(key): _safe(value) for key, value in origin.notes.items()},
     }
     return _bullets([f"{key}: {value}" for key, value in facts.items() if value])
-
-
-def _verification_note(verification: Verification) -> str:
-    return (
-        "Both drafters, the trained one in fp32 and this package as reloaded from disk, drafted for the same target, prompts\n"
-        "and tokens. The accepted length is pooled over rounds; rounds cut by the end of the text are left out. The mean total\n"
-        "variation between the two drafters' distributions bounds the change of a slot's acceptance.\n"
-    )
 
 
 def _size_rows(config: PackageConfig, sizes: Sequence[PartSize]) -> list[tuple[str, ...]]:

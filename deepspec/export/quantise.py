@@ -44,7 +44,8 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     largest, limit = float(tensor.abs().max()) if tensor.numel() else 0.0, torch.finfo(dtype).max
     if largest > limit:
         raise DeepSpecError(
-            f"tensor {name} holds {largest:.6g}, the largest {_short(dtype)} is {limit:.6g}: export.profile=bf16 can hold it"
+            f"tensor {name} holds {largest:.6g}, the largest {_short(dtype)} is {limit:.6g}: "
+            "export.profile=bf16 can hold it"
         )
     return tensor.to(dtype)
 

@@ -12,13 +12,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-PARTS = (
-    ("linears of the layers", lambda name, ndim: name.startswith("layers.") and ndim == 2),
-    ("norms", lambda name, ndim: "norm" in name),
-    ("fusion (fc)", lambda name, ndim: name.startswith("fc.")),
-    ("Markov head", lambda name, ndim: name.startswith("markov_head.")),
-    ("confidence head", lambda name, ndim: name.startswith("confidence_head.")),
-)
+LINEARS = "linears of the layers"
+PARTS = {"norms": "norm", "fusion (fc)": "fc.", "Markov head": "markov_head.", "confidence head": "confidence_head."}
+"""What the names of a part's tensors contain; ``LINEARS`` are the matrices of the layers."""
 OTHER = "other"
 
 
@@ -34,7 +30,9 @@ class PartSize:
 
 def part_of(name: str, ndim: int) -> str:
     """Return the part that a tensor belongs to."""
-    return next((part for part, fits in PARTS if fits(name, ndim)), OTHER)
+    if name.startswith("layers.") and ndim == 2:
+        return LINEARS
+    return next((part for part, piece in PARTS.items() if piece in name), OTHER)
 
 
 def part_sizes(weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> list[PartSize]:
@@ -46,7 +44,7 @@ def part_sizes(weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> l
         row[0] += tensor.numel()
         row[1] += tensor.numel() * torch.float16.itemsize
         row[2] += sum(t.numel() * t.element_size() for t in stored)
-    order = [part for part, _ in PARTS] + [OTHER]
+    order = [LINEARS, *PARTS, OTHER]
     return [PartSize(part, *sizes[part]) for part in order if part in sizes]
 
 
@@ -61,22 +59,20 @@ def size_rows(sizes: list[PartSize], vocab_size: int, hidden_size: int) -> list[
     Published packages ship copies of the target's embedding and head; this one leaves them out. The last rows say what
     that makes of the saving, so that the two effects are not mixed up.
     """
-    whole = total(sizes)
-    copy = vocab_size * hidden_size * torch.float16.itemsize
-    rows = [*sizes, whole]
-    rows += [
-        PartSize(
-            f"against own weights + {text}",
-            whole.parameters + n * vocab_size * hidden_size,
-            whole.before + n * copy,
-            whole.after,
-        )
-        for n, text in ((1, "one shared matrix"), (2, "copies of embedding and head"))
-    ]
-    return [
-        (s.part, f"{s.parameters:,}", mebibytes(s.before), mebibytes(s.after), f"{1 - s.after / s.before:.1%}")
-        for s in rows
-    ]
+    rows = [*sizes, total(sizes)]
+    for copies, text in ((1, "one shared matrix"), (2, "copies of embedding and head")):
+        rows.append(_with_copies(total(sizes), copies * vocab_size * hidden_size, text))
+    return [_row(size) for size in rows]
+
+
+def _with_copies(whole: PartSize, parameters: int, text: str) -> PartSize:
+    before = whole.before + parameters * torch.float16.itemsize
+    return PartSize(f"against own weights + {text}", whole.parameters + parameters, before, whole.after)
+
+
+def _row(size: PartSize) -> tuple[str, ...]:
+    saved = f"{1 - size.after / size.before:.1%}"
+    return (size.part, f"{size.parameters:,}", mebibytes(size.before), mebibytes(size.after), saved)
 
 
 def mebibytes(size: int) -> str:

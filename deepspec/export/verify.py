@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepspec.contracts import Sample
 from deepspec.errors import DeepSpecError
 from deepspec.export.states import StateWatch
 from deepspec.inference.decoder import DecodingTarget, SpeculativeDecoder
@@ -25,13 +26,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from deepspec.contracts import Sample
     from deepspec.drafters.base import Drafter
     from deepspec.export.quantise import Profile
 
 MEAN_TV_LIMIT: dict[Profile, float] = {"bf16": 0.02, "fp16": 0.005, "fp16_int8": 0.03}
 """Largest mean total variation that rounding explains. Measured on trained and random drafters it stays well below
 half of this; a fault (a lost scale, a swapped matrix) is far above."""
+
+
+ANCHORS_PER_SAMPLE = 8
+MAX_SAMPLE_TOKENS = 512
+"""Longer samples are cut: the target's logits of a whole sample are held at once."""
 
 
 class VerificationError(DeepSpecError):
@@ -46,7 +51,6 @@ class Material:
     prompts: Sequence[Sequence[int]] = ()
     stop_ids: Collection[int] = ()
     max_new_tokens: int = 64
-    anchors_per_sample: int = 8
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,9 @@ def verify(
     max_length_change: float,
 ) -> Verification:
     """Compare ``after`` (the package) with ``before`` (the trained drafter), both bound to ``target``."""
+    lengths, texts = compare_lengths(before, after, target, material) if material.prompts else (None, [])
     with StateWatch(before) as states:
-        distributions = compare_distributions(before, after, target, material)
-    lengths = compare_lengths(before, after, target, material) if material.prompts else None
+        distributions = compare_distributions(before, after, target, material.samples or texts)
     problems = [*_distribution_problems(distributions, profile), *_length_problems(lengths, max_length_change)]
     if profile != "bf16":
         problems += states.overflows(torch.float16)
@@ -116,16 +120,14 @@ def refuse(verification: Verification, *, force: bool) -> None:
         )
 
 
-def compare_distributions(before: Drafter, after: Drafter, target: DecodingTarget, material: Material) -> Distributions:
+def compare_distributions(
+    before: Drafter, after: Drafter, target: DecodingTarget, samples: Sequence[Sample]
+) -> Distributions:
     """Take the total variation of every slot of evenly spread blocks of the samples."""
     slots: list[tuple[float, bool]] = []
-    for sample in progress(material.samples, len(material.samples), "comparing distributions"):
-        pairs = zip(
-            _draft_logits(before, target, sample, material.anchors_per_sample),
-            _draft_logits(after, target, sample, material.anchors_per_sample),
-            strict=True,
-        )
-        for ours, theirs in pairs:  # each [k, V]
+    for sample in progress(samples, len(samples), "comparing distributions"):
+        said = (_draft_logits(drafter, target, sample) for drafter in (before, after))
+        for ours, theirs in zip(*said, strict=True):  # each [k, V]
             tv = 0.5 * (ours.softmax(-1) - theirs.softmax(-1)).abs().sum(-1)  # [k]
             same = ours.argmax(-1) == theirs.argmax(-1)
             slots += list(zip(tv.tolist(), same.tolist(), strict=True))
@@ -137,25 +139,29 @@ def compare_distributions(before: Drafter, after: Drafter, target: DecodingTarge
     )
 
 
-def compare_lengths(before: Drafter, after: Drafter, target: DecodingTarget, material: Material) -> Lengths:
-    """Decode the prompts greedily with both drafters."""
-    found = []
+def compare_lengths(
+    before: Drafter, after: Drafter, target: DecodingTarget, material: Material
+) -> tuple[Lengths, list[Sample]]:
+    """Decode the prompts greedily with both drafters; return the texts too."""
+    found, texts = [], []
     for name, drafter in (("trained drafter", before), ("package", after)):
         decoder = SpeculativeDecoder(target, DrafterProposer(drafter))
         rounds = []
         for prompt in progress(material.prompts, len(material.prompts), f"decoding with the {name}"):
-            rounds += decoder.generate(prompt, material.max_new_tokens, stop_ids=material.stop_ids).rounds
+            generation = decoder.generate(prompt, material.max_new_tokens, stop_ids=material.stop_ids)
+            rounds += generation.rounds
+            texts.append(_as_sample(prompt, generation.tokens))
         whole = [r.committed for r in rounds if not r.censored]
         if not whole:
             raise VerificationError("every decoded text ended in its first round: give more prompts in data.test")
         found.append((sum(whole) / len(whole), len(whole)))
     (length_before, rounds_before), (length_after, rounds_after) = found
-    return Lengths(len(material.prompts), length_before, length_after, rounds_before, rounds_after)
+    return Lengths(len(material.prompts), length_before, length_after, rounds_before, rounds_after), texts
 
 
-def anchors_of(sample: Sample, count: int) -> list[int]:
+def anchors_of(sample: Sample, count: int = ANCHORS_PER_SAMPLE) -> list[int]:
     """Return at most ``count`` evenly spread anchors: supervised tokens with a supervised successor."""
-    mask = sample.loss_mask
+    mask = sample.loss_mask[:MAX_SAMPLE_TOKENS]
     candidates = [a for a in range(1, len(mask) - 1) if mask[a] and mask[a + 1]]
     if len(candidates) <= count:
         return candidates
@@ -167,7 +173,8 @@ def verification_rows(verification: Verification) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     if (lengths := verification.lengths) is not None:
         change = f"{-lengths.loss:+.2%}"
-        rows.append((f"accepted length, {lengths.prompts} prompts", f"{lengths.before:.3f}", f"{lengths.after:.3f}", change))
+        name = f"accepted length, {lengths.prompts} prompts"
+        rows.append((name, f"{lengths.before:.3f}", f"{lengths.after:.3f}", change))
         rows.append(("rounds", str(lengths.rounds_before), str(lengths.rounds_after), ""))
     said = verification.distributions
     rows.append((f"mean total variation, {said.slots} slots", "", f"{said.mean_tv:.5f}", ""))
@@ -188,13 +195,17 @@ class _ForcedSampler:
         return token, self.logits[-1].softmax(-1)
 
 
-def _draft_logits(drafter: Drafter, target: DecodingTarget, sample: Sample, count: int) -> Iterator[Tensor]:
+def _as_sample(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
+    return Sample("", (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer))
+
+
+def _draft_logits(drafter: Drafter, target: DecodingTarget, sample: Sample) -> Iterator[Tensor]:
     """Yield what the drafter says about the slots of each block, [k, V] fp32, given the sample's own tokens."""
-    ids, gamma = sample.input_ids, drafter.conventions.gamma
+    ids, gamma = sample.input_ids[:MAX_SAMPLE_TOKENS], drafter.conventions.gamma
     tokens = torch.tensor([ids], device=target.device)
     hidden = target.step(tokens, target.new_cache(len(ids)), drafter.conventions.target_layer_ids).hidden  # [T, C*D]
     state, read = drafter.start(len(ids)), 0
-    for anchor in anchors_of(sample, count):
+    for anchor in anchors_of(sample):
         drafter.extend(state, hidden[read:anchor])
         read = anchor
         following = ids[anchor + 1 : anchor + 1 + gamma]
@@ -207,7 +218,10 @@ def _distribution_problems(found: Distributions, profile: Profile) -> list[str]:
     limit = MEAN_TV_LIMIT[profile]
     if found.mean_tv <= limit:  # NaN is a problem too
         return []
-    return [f"its distributions differ from the trained drafter's by {found.mean_tv:.4f} on average, {profile} may {limit}"]
+    return [
+        f"its distributions differ from the trained drafter's by a total variation of {found.mean_tv:.4f} on average; "
+        f"rounding to {profile} explains {limit} at most"
+    ]
 
 
 def _length_problems(lengths: Lengths | None, limit: float) -> list[str]:

@@ -89,8 +89,8 @@ def _drafter_config(config: PackageConfig, trusted: tuple[str, ...]) -> DrafterC
     name = str(config.drafter.get(TARGET_KEY))
     if not OWN_DRAFTER.fullmatch(name) and name not in trusted:
         raise PackageError(
-            f"{CONFIG}: drafter.{TARGET_KEY}={name!r} is not a drafter of DeepSpec, and a package runs no code of its own: "
-            "pass the name in trusted_drafters if you trust it"
+            f"{CONFIG}: drafter.{TARGET_KEY}={name!r} is not a drafter of DeepSpec, and a package "
+            "runs no code of its own: pass the name in trusted_drafters if you trust it"
         )
     try:
         drafter_config = drafter_from_dict(config.drafter)

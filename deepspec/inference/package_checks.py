@@ -150,9 +150,11 @@ def tensor_problems(expected: Mapping[str, TensorKind], found: Mapping[str, Tens
     problems = [f"tensor {name} is missing" for name in expected if name not in found]
     problems += [f"tensor {name} is unknown" for name in found if name not in expected]
     for name in (n for n in expected if n in found):
-        for what, want, got in zip(("shape", "type"), expected[name], found[name], strict=True):
-            if want != got:
-                problems.append(f"tensor {name} has {what} {_show(got)}, the config asks for {_show(want)}")
+        (shape, dtype), (found_shape, found_dtype) = expected[name], found[name]
+        if shape != found_shape:
+            problems.append(f"tensor {name} has shape {list(found_shape)}, the config asks for {list(shape)}")
+        if dtype != found_dtype:
+            problems.append(f"tensor {name} has type {found_dtype}, the config asks for {dtype}")
     return problems
 
 
@@ -184,10 +186,6 @@ def _plain(info: TargetInfo) -> dict[str, Any]:
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: list[str]) -> str:
     return "; ".join(f"{name} is {theirs[name]!r}, the package says {ours[name]!r}" for name in names)
-
-
-def _show(value: tuple[int, ...] | str) -> str:
-    return value if isinstance(value, str) else str(list(value))
 
 
 def _check_inside(folder: Path, name: object) -> None:

@@ -12,10 +12,11 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from deepspec.contracts import BlockLayout, Conventions, TargetInfo
-from deepspec.errors import PackageError
+from deepspec.errors import ConfigError, PackageError
+from deepspec.targets.layers import validate_layer_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,9 +34,9 @@ MAX_CONFIG_BYTES = 1 << 20
 MEANINGS = {
     "target_layer_ids": "k is the output of decoder layer k of the target, counted from 0, before the final norm; "
     "-1 is the output of the embedding",
-    "block_layout": "anchor_first: the inputs are the anchor and gamma-1 masks at positions a .. a+gamma-1, slot j = 0 .. "
-    "gamma-1 predicts the token at a+1+j. fill_in: the inputs are the anchor and gamma masks at a .. a+gamma, slot "
-    "j = 1 .. gamma predicts the token at a+j",
+    "block_layout": "anchor_first: the inputs are the anchor and gamma-1 masks at positions a .. a+gamma-1, slot "
+    "j = 0 .. gamma-1 predicts the token at a+1+j. fill_in: the inputs are the anchor and gamma masks at a .. a+gamma, "
+    "slot j = 1 .. gamma predicts the token at a+j",
     "context": "a block reads the target's features of positions before its anchor; attention inside the block is "
     "bidirectional",
     "positions": "every token keeps its own position in the sequence; context keys are turned at their own positions",
@@ -165,7 +166,8 @@ def parse_config(values: Mapping[str, Any]) -> PackageConfig:
     found = (values.get("format"), values.get("version"))
     if found != (FORMAT, VERSION) or isinstance(found[1], bool):
         raise PackageError(
-            f"{CONFIG}: format {found[0]!r} version {found[1]!r} cannot be read; this program reads {FORMAT!r} version {VERSION}"
+            f"{CONFIG}: format {found[0]!r} version {found[1]!r} cannot be read; "
+            f"this program reads {FORMAT!r} version {VERSION}"
         )
     config = _build(PackageConfig, values, "")
     problems = config_problems(config)
@@ -203,13 +205,10 @@ def _block_problems(config: PackageConfig) -> list[str]:
         problems.append(f"sliding_window={config.sliding_window} must be null or at least 2")
     if not 0 <= config.mask_token_id < config.vocab_size:
         problems.append(f"mask_token_id={config.mask_token_id} must be in 0 .. {config.vocab_size - 1}")
-    ids, last = config.target_layer_ids, config.target.num_layers - 1
-    if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1:
-        problems.append(f"target_layer_ids={list(ids)} must be ascending, without repeats, from -1 on")
-    elif ids[-1] >= last:
-        problems.append(
-            f"target_layer_ids={list(ids)} must stay below the last layer, {last}: it cannot be served everywhere"
-        )
+    try:
+        validate_layer_ids(config.target_layer_ids, config.target.num_layers)
+    except ConfigError as error:
+        problems += error.problems
     return problems
 
 
@@ -260,25 +259,25 @@ def _build(cls: type[T], values: object, where: str) -> T:
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return _convert(value, next(a for a in arguments if a is not type(None)), where)
+    if origin is types.UnionType:  # of one type with None
+        return None if value is None else _convert(value, arguments[0], where)
     if origin is Literal:
-        if any(type(value) is type(a) and value == a for a in arguments):
-            return value
-        raise PackageError(f"{CONFIG}: {where}={value!r} must be {' or '.join(map(repr, arguments))}")
-    if origin is tuple:
-        if isinstance(value, list):
-            return tuple(_convert(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(value))
-    elif origin is Mapping or hint is Mapping:
-        if isinstance(value, Mapping):
-            return dict(value)
-    elif is_dataclass(hint):
+        return _choice(value, arguments, where)
+    if isinstance(hint, type) and is_dataclass(hint):
         return _build(hint, value, where + ".")
-    elif _is_plain(value, hint):
+    if origin is tuple and isinstance(value, list):
+        return tuple(_convert(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(value))
+    if origin is Mapping and isinstance(value, Mapping):
+        return dict(value)
+    if _is_plain(value, hint):
         return hint(value)
     raise PackageError(f"{CONFIG}: {where}={value!r} must be of type {getattr(hint, '__name__', hint)}")
+
+
+def _choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
+    if any(type(value) is type(choice) and value == choice for choice in choices):
+        return value
+    raise PackageError(f"{CONFIG}: {where}={value!r} must be {' or '.join(map(repr, choices))}")
 
 
 def _is_plain(value: object, hint: Any) -> bool:
