@@ -23,7 +23,7 @@ def key(help_text: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"help": help_text})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     """The frozen model that is to be made faster (group ``target``)."""
 
@@ -45,12 +45,13 @@ class TargetConfig:
     trust_remote_code: bool = key("Run model code that comes with the checkpoint", False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Prompts, answers and how they become samples (group ``data``)."""
 
     name: str = key("Short name, used in folders and reports")
     train: str = key("Conversation file (JSON lines) to train on")
+    path: str | None = key("Shorthand of data=jsonl: the file that `train` becomes", None)
     validation: str | None = key("Conversation file for the losses printed while training", None)
     test: str | None = key("Conversation file for evaluate", None)
     max_length: int = key("Tokens of a sample; longer ones are cut, and dropped when nothing supervised is left", 2048)
@@ -58,7 +59,7 @@ class DataConfig:
     limit: int | None = key("Use the first N conversations of each file only", None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """How ``prepare`` lets the target answer prompts that have no answer yet."""
 
@@ -68,14 +69,14 @@ class GenerateConfig:
     seed: int = key("Seed of the sampled answers; each answer depends on it and on the prompt's id only", 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FeaturesConfig:
     """Where the target's hidden states come from (group ``features``)."""
 
     source: Literal["online"] = key("online runs the frozen target on each micro-batch", "online")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How a step is run (group ``engine``)."""
 
@@ -93,7 +94,7 @@ class EngineConfig:
     initial_loss_scale: float = key("First loss scale of fp16", 65536.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """The optimiser and its schedule (group ``optim``)."""
 
@@ -109,7 +110,7 @@ class OptimConfig:
     clip_norm: float = key("Largest global gradient norm; 0 does not clip", 1.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrackerConfig:
     """Where metrics go besides ``metrics.jsonl`` (group ``tracker``)."""
 
@@ -120,7 +121,7 @@ class TrackerConfig:
     tags: tuple[str, ...] = key("W&B tags", ())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long to train, and when to log and save."""
 
@@ -134,7 +135,7 @@ class TrainConfig:
     max_bad_steps: int = key("Stop after so many steps in a row with a gradient that is not finite", 20)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """Decoding the test prompts (group ``evaluate``)."""
 
@@ -150,7 +151,7 @@ class EvaluateConfig:
     seed: int = key("Seed of sampling and of the bootstrap", 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """The inference package (group ``export``)."""
 
@@ -163,7 +164,7 @@ class ExportConfig:
     force: bool = key("Write the package although it lost more; the card says so", False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PathsConfig:
     """Folders (group ``paths``)."""
 
@@ -172,21 +173,55 @@ class PathsConfig:
     run: str = key("This run's folder")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What ``plan`` assumes where it cannot know."""
+
+    tflops: float = key("Sustained rate of one rank in TFLOP/s, forward and backward together", 1.0)
+    ranks: int = key("Processes the run will have, one a device", 1)
+    samples: int | None = key("Training samples; null counts the lines of data.train", None)
+    tokens_per_sample: int | None = key("Mean length of a sample in tokens; null is half of data.max_length", None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole recipe, resolved. ``drafter`` is the drafter's own frozen dataclass, named by its ``_target_``."""
 
-    recipe: str
-    seed: int
-    target: TargetConfig
-    drafter: Any
-    data: DataConfig
-    generate: GenerateConfig
-    features: FeaturesConfig
-    engine: EngineConfig
-    optim: OptimConfig
-    train: TrainConfig
-    tracker: TrackerConfig
-    evaluate: EvaluateConfig
-    export: ExportConfig
-    paths: PathsConfig
+    recipe: str = key("Name of the recipe, chosen by recipe=NAME")
+    seed: int = key("Seed of initial weights, sample order and anchors", 0)
+    mode: Literal["all", "target", "answers"] = key(
+        "What prepare does: all; target fetches or converts the target; answers lets it answer the prompts", "all"
+    )
+    show: int = key("Samples that prepare prints with their supervised tokens coloured", 0)
+    out: str | None = key("Folder that prepare writes the answered splits to (train.jsonl, ...); null keeps them in the cache", None)
+    target: TargetConfig = key("The frozen model that is to be made faster")
+    drafter: Any = key("The drafter's own keys; `_target_` names its configuration class")
+    data: DataConfig = key("Prompts, answers and how they become samples")
+    generate: GenerateConfig = key("How prepare answers prompts")
+    features: FeaturesConfig = key("Where the target's hidden states come from")
+    engine: EngineConfig = key("How a step is run")
+    optim: OptimConfig = key("The optimiser and its schedule")
+    train: TrainConfig = key("How long to train, and when to log and save")
+    tracker: TrackerConfig = key("Where metrics go")
+    evaluate: EvaluateConfig = key("Decoding the test prompts")
+    export: ExportConfig = key("The inference package")
+    plan: PlanConfig = key("What plan assumes")
+    paths: PathsConfig = key("Folders")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """What ``deepspec.evaluate`` was asked for; ``config`` is the run's own, with the given overrides applied."""
+
+    run: str = key("Run folder, or a package inside one")
+    config: RunConfig = key("The run's config.yaml, overridden by the groups given on the command line")
+    package: str | None = key("Package to score in place of the run's newest checkpoint", None)
+    out: str | None = key("Folder of the report; null is evaluation in the run folder", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """What ``deepspec.export`` was asked for; ``config`` is the run's own, with the given overrides applied."""
+
+    run: str = key("Run folder")
+    config: RunConfig = key("The run's config.yaml, overridden by the groups given on the command line")

@@ -1,0 +1,49 @@
+"""The text of ``--help``: what the command does, what can be chosen, and what the exit codes mean."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import TYPE_CHECKING
+
+from deepspec.config.compose import CONF
+from deepspec.config.messages import choices, groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_CODES = """Exit codes
+  0   the work is done
+  1   failure (a full disk too)
+  2   a mistake in the command, the config or the data; the message names the key to change
+  75  interrupted and saved; the same command goes on"""
+
+_HYDRA = """Settings are written key=value; every key is explained in docs/config.md.
+  --cfg job [--resolve]    print the whole config and stop (loads nothing)
+  --multirun a=1,2 b=3,4   run every combination, one after another
+  --config-dir DIR         look for recipes and groups in DIR as well"""
+
+
+def help_text(main: Callable[..., object], config_name: str) -> str:
+    """Return the help of a command; its module's docstring says what it does and how to call it."""
+    module = sys.modules[main.__module__]
+    parts = [inspect.cleandoc(module.__doc__ or "")]
+    if config_name == "config":
+        parts += [_recipes(), _groups()]
+    return "\n\n".join([*parts, _HYDRA, _CODES])
+
+
+def _recipes() -> str:
+    lines = [f"  recipe={name:<28} {_summary(name)}" for name in choices("recipe", CONF)]
+    return "\n".join(["Recipes", *lines])
+
+
+def _summary(recipe: str) -> str:
+    """Return the first comment line of a recipe that is not Hydra's package line."""
+    lines = (CONF / "recipe" / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
+    return next((line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line), "")
+
+
+def _groups() -> str:
+    lines = [f"  {g:<9} {' | '.join(choices(g, CONF))}" for g in groups(CONF) if g not in ("recipe", "paths")]
+    return "\n".join(["Groups, for example target=path target.path=FOLDER data=jsonl data.path=FILE", *lines])

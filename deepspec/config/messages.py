@@ -1,0 +1,46 @@
+"""Hydra's complaints about a command line in the project's own words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from deepspec.config.convert import near
+from deepspec.errors import ConfigError
+
+_CHOICE = re.compile(r"Could not find '([\w/]+)/([^'/]+)'")
+_OVERRIDE = re.compile(r"Could not override '([^']+)'")
+_NEEDED = re.compile(r"You must specify '([^']+)'")
+
+
+def composition_error(error: Exception, conf: Path) -> ConfigError:
+    """Return what Hydra said as a ConfigError that names the key and what may stand there."""
+    text = str(error)
+    if match := _CHOICE.search(text):
+        return ConfigError(_unknown_choice(match[1], match[2], conf))
+    if match := _NEEDED.search(text):
+        return ConfigError(f"{match[1]}: must be given; choose {match[1]}= one of {', '.join(choices(match[1], conf))}")
+    if match := _OVERRIDE.search(text):
+        name = match[1].split("@")[0]
+        return ConfigError(f"{name}: no such key{near(name, groups(conf))}")
+    if "Ambiguous value" in text:
+        return ConfigError(f"{text.splitlines()[0]} Several values need --multirun; a list is written key=[1,2]")
+    lines = [
+        line for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line and "hydra.cc" not in line
+    ]
+    return ConfigError(" ".join(line.strip() for line in lines[:4]) or type(error).__name__)
+
+
+def choices(group: str, conf: Path) -> list[str]:
+    """Return the names that a group offers."""
+    return sorted(p.stem for p in (conf / group).glob("*.yaml"))
+
+
+def groups(conf: Path) -> list[str]:
+    """Return the names of the groups."""
+    return sorted(p.name for p in conf.iterdir() if p.is_dir() and p.name != "hydra")
+
+
+def _unknown_choice(group: str, name: str, conf: Path) -> str:
+    offered = choices(group, conf)
+    return f"{group}={name}: no such choice{near(name, offered)}; there {'is' if len(offered) == 1 else 'are'} {', '.join(offered)}"
