@@ -176,7 +176,7 @@ def test_a_local_target_is_checked_before_it_is_loaded(local_target: Path) -> No
     )
     assert found[0] == "target.mask_token_id=97: must be below the target's vocabulary size 97"
     assert "5 is the last of the target's 6 layers" in found[1]
-    assert "so ids end at 4" in found[2]
+    assert "9 is not one of -1 .. 4 (6 layers)" in found[2]
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
