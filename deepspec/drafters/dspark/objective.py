@@ -1,4 +1,4 @@
-"""The training objective of DSpark: cross-entropy, L1 distance and confidence over the supervised slots of all blocks."""
+"""The training objective of DSpark: cross-entropy, L1 distance and confidence over the supervised slots."""
 
 from __future__ import annotations
 
