@@ -141,3 +141,38 @@ def test_leaving_early_ends_the_thread() -> None:
         if step == 2:
             break
     assert not [t for t in threading.enumerate() if t.name == "batch-loader"]
+
+
+def gradient(batches: Sequence[Batch], denominators: Sequence[float]) -> torch.Tensor:
+    """Gradient of a toy objective: a value for each anchor, summed and divided by the batch's denominator."""
+    weight = torch.linspace(-1, 1, 97, dtype=torch.float64, requires_grad=True)
+    for batch, denominator in zip(batches, denominators, strict=True):
+        tokens = batch.input_ids.gather(1, batch.anchor_indices)  # [B, A]
+        values = (weight[tokens] - batch.anchor_indices / 50).square() * batch.anchor_mask
+        (values.sum() / denominator).backward()
+    if weight.grad is None:
+        raise RuntimeError("no gradient")
+    return weight.grad
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(("world", "micro"), [(2, 1), (1, 1), (2, 2)])
+def test_a_tokens_weight_depends_neither_on_its_rank_nor_on_its_micro_batch(world: int, micro: int) -> None:
+    # 1 and 9 anchors, 30 and 2: the masks are as uneven as they come
+    samples = [
+        Sample(f"s/{i}", tuple(range(1, 41)), (False,) * 5 + (True,) * n + (False,) * (35 - n))
+        for i, n in enumerate([2, 10, 31, 3])
+    ]
+    make = BatchMaker(samples, seed=0, anchors_per_sample=64)
+    whole = [make(e) for e in plan_for(samples, size=4, micro=4).micro_batches(0)]
+    plan = plan_for(samples, size=4, micro=micro, world=world)
+    parts = [make(e) for rank in range(world) for e in plan.micro_batches(0, rank)]
+    counts = [float(b.anchor_mask.sum()) for b in parts]
+    total = sum(counts)
+    reference = gradient(whole, [float(whole[0].anchor_mask.sum())])
+    assert relative(gradient(parts, [total] * len(parts)), reference) < 1e-12
+    planted = gradient(parts, [count * len(parts) for count in counts])  # each micro-batch its own mean
+    assert relative(planted, reference) > 0.05
