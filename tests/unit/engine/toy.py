@@ -81,7 +81,10 @@ class ToyDrafter(Drafter):
         square = (error.square().mean(-1) * mask).sum()
         absolute = (error.abs().mean(-1) * rare).sum()
         per_position = error.detach().abs().mean(dim=(0, 1))[:2]
-        metrics = {"acceptance": Ratio(per_position, torch.ones(2)), "expected_length": Ratio(square.detach(), mask.sum())}
+        metrics = {
+            "acceptance": Ratio(per_position, torch.ones(2)),
+            "expected_length": Ratio(square.detach(), mask.sum()),
+        }
         return LossOutput({"square": square, "rare": absolute}, metrics)
 
 
