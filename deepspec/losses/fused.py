@@ -12,8 +12,8 @@ Rows that overlap in time ask for the same target position. Rows are sorted by i
 formed once for each distinct position and no two chunks share one.
 
 Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
-the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of the
-target's logits are then common to both distributions and cancel in q - p.
+the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of
+the target's logits are then common to both distributions and cancel in q - p.
 """
 
 from __future__ import annotations
