@@ -14,7 +14,6 @@ from deepspec.drafters.base import Drafter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from deepspec.engine.base import Engine
     from deepspec.engine.distributed import Ranks
