@@ -95,7 +95,7 @@ def by_domain(decoded: Sequence[Decoded], resamples: int, seed: int) -> dict[str
 
 
 def summarise(decoded: Sequence[Decoded], resamples: int, seed: int) -> Acceptance:
-    """Return the acceptance of a group of prompts; one without a round after the prefill says nothing and is left out."""
+    """Return the acceptance of a group of prompts; one without a round after the prefill is left out."""
     used = [d for d in decoded if d.generation.rounds]
     tokens, rounds = committed_and_rounds(used)
     draws = resample(len(used), resamples, seed) if used else resample(1, 0, seed)
@@ -136,7 +136,7 @@ def per_position(rounds: Sequence[Round]) -> list[Position]:
 
 
 def expected_length(rates: Sequence[float]) -> float:
-    """Return 1 + r1 + r1 r2 + ...: the tokens of a round whose slots are kept with these chances one after the other."""
+    """Return 1 + r1 + r1 r2 + ...: the mean tokens of a round whose slots are kept with these chances in turn."""
     total, survival = 1.0, 1.0
     for rate in rates:
         if rate != rate:  # noqa: PLR0124 - nan: no round ever came so far
