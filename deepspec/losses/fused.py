@@ -11,8 +11,8 @@ With q = softmax(z), p the target's distribution, y the label and s = sign(q - p
 Rows that overlap in time ask for the same target position. Rows are sorted by it, so that the target's logits are
 formed once for each distinct position and no two chunks share one.
 
-Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of the
-head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of the
+Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
+the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of the
 target's logits are then common to both distributions and cancel in q - p.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 LossMode = Literal["exact", "common_mode"]
 BUFFERS = 3  # of size [chunk rows, V]
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
-"""Memory of a chunk's buffers. Measured on two cores, a product with the head costs half as much a row at 256 rows as at
-64, since the head's weights are read once a chunk; the passes over the logits cost the same at any size."""
+"""Memory of a chunk's buffers. Measured on two cores, a product with the head costs half as much a row at 256 rows as
+at 64, since the head's weights are read once a chunk; the passes over the logits cost the same at any size."""
 
 
 class BlockLoss(NamedTuple):
@@ -198,7 +198,7 @@ class _Scan:
 
 
 def _cut(counts: list[int], chunk_rows: int) -> list[tuple[int, int, int, int]]:
-    """Group target positions with ``counts`` rows each into chunks (first row, end row, first position, end position)."""
+    """Group target positions with ``counts`` rows each into chunks (first, end row; first, end position)."""
     chunks: list[tuple[int, int, int, int]] = []
     start = first = stop = 0
     for position, count in enumerate(counts):

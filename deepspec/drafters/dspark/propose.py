@@ -76,7 +76,7 @@ def propose(
     """Draft ``num_tokens`` tokens after ``anchor``, which sits right behind the state's positions."""
     if not 1 <= num_tokens <= drafter.conventions.gamma:
         raise ConfigError(
-            f"{num_tokens} tokens asked of a drafter trained for 1 .. {drafter.conventions.gamma}: change evaluate.gamma"
+            f"{num_tokens} tokens asked of a drafter for 1 .. {drafter.conventions.gamma}: change evaluate.gamma"
         )
     hidden = _block_states(drafter, state, anchor)[:num_tokens]  # [k, D]
     return _sample(drafter, hidden, anchor, sampler)
