@@ -42,7 +42,7 @@ def hydra_command(
     def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
         def program() -> None:
             setup_logging()
-            sys.exit(_Program(main, config_name, check_files).run(sys.argv[1:]))
+            sys.exit(Command(main, config_name, check_files=check_files).run(sys.argv[1:]))
 
         program.__doc__ = main.__doc__
         return program
@@ -50,10 +50,10 @@ def hydra_command(
     return decorate
 
 
-class _Program:
+class Command:
     """One call of a command."""
 
-    def __init__(self, main: Callable[[Any], None], config_name: str, check_files: bool) -> None:
+    def __init__(self, main: Callable[[Any], None], config_name: str, *, check_files: bool = True) -> None:
         self.main, self.config_name, self.check_files = main, config_name, check_files
         self.arguments = Arguments()
         self.code = EXIT_OK

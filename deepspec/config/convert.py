@@ -98,7 +98,7 @@ def build(cls: type, values: Any, path: str, problems: Problems, skip: tuple[str
 
 def convert(hint: Any, value: Any, path: str, problems: Problems) -> Any:
     """Return ``value`` as the type ``hint``, or ``INVALID`` with the reason noted."""
-    if is_dataclass(hint) and isinstance(hint, type):
+    if is_dataclass(hint) and isinstance(hint, type) and not isinstance(value, hint):
         return build(hint, value, path, problems)
     converted = _try(hint, value)
     if converted is INVALID:

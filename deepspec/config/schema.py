@@ -193,7 +193,9 @@ class RunConfig:
         "What prepare does: all; target fetches or converts the target; answers lets it answer the prompts", "all"
     )
     show: int = key("Samples that prepare prints with their supervised tokens coloured", 0)
-    out: str | None = key("File that prepare writes the answered conversations to", None)
+    out: str | None = key(
+        "Folder that prepare writes the answered splits to (train.jsonl, ...); null keeps them in the cache", None
+    )
     target: TargetConfig = key("The frozen model that is to be made faster")
     drafter: Any = key("The drafter's own keys; `_target_` names its configuration class")
     data: DataConfig = key("Prompts, answers and how they become samples")

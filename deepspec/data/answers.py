@@ -1,132 +1,103 @@
-"""Conversation files whose prompts the target still has to answer.
+"""A file of answered conversations that survives being stopped.
 
-A file whose conversations all end with an answer is used as it is. For any other, the answers lie in
-``<cache>/answers/<key>``, where the key stands for the file and for all that an answer depends on (the target, its
-tokenizer and template, the settings of generation):
-
-    answers.jsonl          {"id", "content", "finish_reason"}, appended as each answer is finished, in any order
-    answered-all.jsonl     the conversations of the file, answered (answered-N.jsonl for the first N)
-
-An interrupted run goes on with the ids that ``answers.jsonl`` does not hold yet.
+Answers finish out of order. They are appended to ``<file>.partial`` as they finish, so a resumed run knows by id what
+is there already; at the end the file is written in the order of the prompts and renamed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from deepspec.contracts import Conversation
-from deepspec.data.chat import ChatRenderer
-from deepspec.data.conversations import needs_answer, read_conversations, write_conversations
-from deepspec.data.prepare import content_key, file_hash, tokenizer_hash
+from deepspec.data.conversations import parse_line, to_line, write_conversations
+from deepspec.data.generate import answer_prompts
 from deepspec.errors import DataError
+from deepspec.log import get_logger, progress
 
-Answerer = Callable[[Sequence[Conversation], Path], None]
-"""Answers conversations and appends one JSON line an answer to the file."""
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from deepspec.config.schema import GenerateConfig
+    from deepspec.contracts import Conversation
+    from deepspec.data.chat import ChatRenderer
+    from deepspec.data.generate import Answer
+    from deepspec.targets.target import Target
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class AnswerStore:
-    """The answers of one target with one set of generation settings."""
+class AnswerReport:
+    """What became of the prompts of one file."""
 
-    cache: Path
-    renderer: ChatRenderer
-    target: str  # folder or hub id
-    revision: str | None
-    settings: Mapping[str, Any]
-
-    def file(self, path: str | Path, limit: int | None = None) -> Path:
-        """Return the file with every conversation answered: ``path`` itself, or the stored one.
-
-        Raises:
-            DataError: answers are missing; the message says which command gives them.
-        """
-        path = Path(path)
-        missing = sum(map(needs_answer, read_conversations(path, limit)))
-        if not missing:
-            return path
-        stored = self._answered(path, limit)
-        if stored.is_file():
-            return stored
-        raise DataError(
-            f"{path}: {missing} conversations have no answer yet; run python -m deepspec.prepare with the same recipe, "
-            "target, data and generate keys first"
-        )
-
-    def complete(self, path: str | Path, answer: Answerer, limit: int | None = None) -> Path:
-        """Let ``answer`` give what is missing, then return the file with every conversation answered."""
-        path = Path(path)
-        conversations = list(read_conversations(path, limit))
-        prompts = [c for c in conversations if needs_answer(c)]
-        answered = self._answered(path, limit)
-        if not prompts or answered.is_file():
-            return answered if prompts else path
-        store = self._folder(path) / "answers.jsonl"
-        store.parent.mkdir(parents=True, exist_ok=True)
-        answer(prompts, store)
-        write_conversations(answered, merge_answers(conversations, read_answers(store)))
-        return answered
-
-    def _answered(self, path: Path, limit: int | None) -> Path:
-        return self._folder(path) / f"answered-{'all' if limit is None else limit}.jsonl"
-
-    def _folder(self, path: Path) -> Path:
-        parts = {
-            "file": file_hash(path),
-            "target": target_identity(self.target, self.revision),
-            "tokenizer": tokenizer_hash(self.renderer.tokenizer),
-            "options": self.renderer.template_options,
-            "settings": dict(self.settings),
-        }
-        return Path(self.cache) / "answers" / content_key(parts)
+    answered: int
+    cut_by_length: int
+    retokenised_differently: int  # answers whose text the tokenizer cuts into other tokens than the target said
 
 
-def read_answers(path: Path) -> dict[str, tuple[str, str | None]]:
-    """Return id -> (content, finish_reason); a last line that was cut by a kill is left out."""
-    if not path.is_file():
-        return {}
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    answers = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            answers[record["id"]] = (record["content"], record["finish_reason"])
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise DataError(
-                    f"{path}:{number}: not an answer ({error}); delete the line to have it made again"
-                ) from error
-    return answers
+def answer_file(
+    target: Target, renderer: ChatRenderer, conversations: Sequence[Conversation], config: GenerateConfig, out: Path
+) -> AnswerReport:
+    """Let the target answer ``conversations`` and write them with their answers to ``out``.
 
-
-def merge_answers(
-    conversations: Sequence[Conversation], answers: Mapping[str, tuple[str, str | None]]
-) -> Iterator[Conversation]:
-    """Yield the conversations, each prompt with its answer behind it.
+    A run that was stopped goes on where it was; every conversation is answered exactly once.
 
     Raises:
-        DataError: an answer is missing.
+        DataError: the unfinished file beside ``out`` was made by another target or with other settings.
     """
-    for conversation in conversations:
-        if not needs_answer(conversation):
-            yield conversation
-            continue
-        if conversation.id not in answers:
-            raise DataError(f"{conversation.id}: the target gave no answer; run python -m deepspec.prepare again")
-        content, reason = answers[conversation.id]
-        messages = (*conversation.messages, ("assistant", content))
-        yield replace(conversation, messages=messages, finish_reason=reason)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.name}.partial")
+    done, differing = _read_partial(partial, _settings(target, config))
+    by_id = {conversation.id: conversation for conversation in conversations}
+    missing = [(name, renderer.prompt_ids(item.messages)) for name, item in by_id.items() if name not in done]
+    if done:
+        log.info("%s: %d answers are there already, %d to go", out.name, len(done), len(missing))
+    answers = answer_prompts(target, missing, config, renderer.eos_token_ids)
+    with partial.open("a", encoding="utf-8") as file:
+        for answer in progress(answers, len(missing), f"answers of {out.name}"):
+            conversation, same = _answered(by_id[answer.id], answer, target.tokenizer)
+            differing += not same
+            file.write(to_line(conversation)[:-1] + f', "same_tokens": {json.dumps(same)}}}\n')
+            file.flush()
+            done[answer.id] = conversation
+    write_conversations(out, [done[conversation.id] for conversation in conversations])
+    partial.unlink()
+    cut = sum(done[name].finish_reason == "length" for name in by_id)
+    return AnswerReport(answered=len(by_id), cut_by_length=cut, retokenised_differently=differing)
 
 
-def target_identity(target: str, revision: str | None) -> list[Any]:
-    """Return what tells one target's weights from another's without reading them."""
-    folder = Path(target).expanduser()
-    if not folder.is_dir():
-        return [target, revision]
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
-    return [str(folder.resolve()), [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]]
+def _answered(conversation: Conversation, answer: Answer, tokenizer: Any) -> tuple[Conversation, bool]:
+    """Return the conversation with its answer, and whether the answer's text gives the same tokens again."""
+    text = tokenizer.decode(list(answer.tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    again = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    messages = (*conversation.messages, ("assistant", text))
+    return replace(conversation, messages=messages, finish_reason=answer.finish_reason), again == answer.tokens
+
+
+def _settings(target: Target, config: GenerateConfig) -> dict[str, Any]:
+    """Return what an answer depends on; the batch size is no part of it."""
+    settings = {"target": target.info.fingerprint, **asdict(config)}
+    del settings["batch_size"]
+    return settings
+
+
+def _read_partial(partial: Path, settings: dict[str, Any]) -> tuple[dict[str, Conversation], int]:
+    """Return the finished conversations of an unfinished file, cutting off a torn last line; start it if missing."""
+    lines = partial.read_bytes().split(b"\n") if partial.is_file() else [b""]
+    if len(lines) < 2:  # nothing, or not even the first line is whole
+        partial.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+        return {}, 0
+    if (found := json.loads(lines[0]).get("settings")) != settings:
+        changed = [key for key in settings if (found or {}).get(key) != settings[key]]
+        raise DataError(
+            f"{partial} holds answers made with another {', '.join(changed)}; delete it to start again, or set "
+            "generate.* and target.* back to go on"
+        )
+    whole = lines[1:-1]
+    if lines[-1]:
+        partial.write_bytes(b"\n".join(lines[:-1]) + b"\n")
+    records = [json.loads(line) for line in whole]
+    read = [parse_line(line.decode(), f"{partial}:{i}") for i, line in enumerate(whole, start=2)]
+    return {item.id: item for item in read}, sum(not record["same_tokens"] for record in records)

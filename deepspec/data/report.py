@@ -12,6 +12,14 @@ from deepspec.data.splits import shared_families
 from deepspec.errors import DataError
 
 
+def prepared_lines(files: Mapping[str, Path], samples: Mapping[str, SampleSet], limit: int | None = None) -> list[str]:
+    """Return the whole report: each split, repetition in the test split, distance of test and train."""
+    lines = [line for name in files for line in split_lines(name, files[name], samples[name])]
+    if "test" in samples:
+        lines.append("test: " + repetition_line(samples["test"]))
+    return [*lines, *separation_lines(files, limit)]
+
+
 def split_lines(name: str, file: Path, samples: SampleSet) -> list[str]:
     """Return the report of one split; every line but the first is indented."""
     return [f"{name}: {file}", *(f"  {line}" for line in samples.report.lines())]

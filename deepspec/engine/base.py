@@ -1,4 +1,4 @@
-"""What the loop asks of an engine, and the wrapper in which every engine runs the drafter."""
+"""What the loop asks of an engine, and the module in which every engine runs the drafter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from deepspec.contracts import Features, LossOutput
+from deepspec.contracts import Features
 
 if TYPE_CHECKING:
     from deepspec.checkpoint.state import TrainState
-    from deepspec.contracts import Batch
+    from deepspec.contracts import Batch, LossOutput
     from deepspec.drafters.base import Drafter
     from deepspec.engine.distributed import Ranks
 
@@ -59,24 +59,23 @@ class Engine(Protocol):
 
 
 class LossModule(nn.Module):
-    """Calls the drafter and returns plain tuples and dicts, which is what hooks on modules can see through.
+    """Calls the drafter's objective in the compute precision.
 
     With ``cast_to`` the parameters stay fp32 masters and each call sees low-precision copies of them; gradients reach
     the masters in fp32, so accumulation over micro-batches is fp32 too.
     """
 
-    def __init__(self, drafter: Drafter, *, compute: torch.dtype, cast_to: torch.dtype | None) -> None:
+    def __init__(self, drafter: Drafter, *, compute: torch.dtype, cast_to: torch.dtype | None = None) -> None:
         super().__init__()
         self.drafter = drafter
         self._compute = compute
-        self._cast_to = cast_to
+        self._cast_to = None if cast_to == torch.float32 else cast_to
 
-    def forward(self, batch: Batch, features: Features) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-        """Return the loss sums and the metrics of ``LossOutput``."""
+    def forward(self, batch: Batch, features: Features) -> LossOutput:
+        """Return the drafter's weighted sums and metrics."""
         features = Features(hidden=features.hidden.to(self._compute), last_hidden=features.last_hidden)
-        if self._cast_to is None or self._cast_to == torch.float32:
+        if self._cast_to is None:
             output: LossOutput = self.drafter(batch, features)
-        else:
-            copies = {name: p.to(self._cast_to) for name, p in self.drafter.named_parameters()}
-            output = torch.func.functional_call(self.drafter, copies, (batch, features))
-        return dict(output.sums), dict(output.metrics)
+            return output
+        copies = {name: p.to(self._cast_to) for name, p in self.drafter.named_parameters()}
+        return torch.func.functional_call(self.drafter, copies, (batch, features))

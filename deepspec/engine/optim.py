@@ -15,7 +15,7 @@ from torch import nn
 from deepspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from deepspec.config.schema import OptimConfig
 
@@ -77,3 +77,26 @@ def set_lr(optimizer: torch.optim.Optimizer, lr_factor: float) -> None:
     """Set every group's rate to its peak times ``lr_factor``."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * lr_factor
+
+
+def moment_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of the tensors that an optimiser keeps for each parameter."""
+    return ("exp_avg", "exp_avg_sq") if isinstance(optimizer, torch.optim.AdamW) else ("momentum_buffer",)
+
+
+def checked_moments(
+    moments: Mapping[str, Mapping[str, torch.Tensor]], name: str, keys: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return the moments of one parameter.
+
+    Raises:
+        ConfigError: the checkpoint was written under another optimiser.
+    """
+    found = moments.get(name, {})
+    missing = [key for key in keys if key not in found]
+    if missing:
+        raise ConfigError(
+            f"the checkpoint has {sorted(found)} for parameter {name}, this optimiser needs {missing}: optim.name differs "
+            "from the run that wrote it; set it back, or start anew with train.resume=false"
+        )
+    return {key: found[key] for key in keys}

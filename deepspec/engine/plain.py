@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspec.checkpoint.state import TrainState
-from deepspec.contracts import LossOutput
-from deepspec.engine.base import DTYPES, LossModule, StepInfo
-from deepspec.engine.optim import make_optimizers, set_lr
-from deepspec.engine.scaling import LossScaler
-from deepspec.errors import ConfigError
+from deepspec.engine.base import DTYPES, LossModule
+from deepspec.engine.optim import checked_moments, make_optimizers, moment_keys, set_lr
+from deepspec.engine.update import LossScaler, Update, gradient_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from deepspec.config.schema import EngineConfig, OptimConfig
-    from deepspec.contracts import Batch, Features
+    from deepspec.contracts import Batch, Features, LossOutput
     from deepspec.drafters.base import Drafter
+    from deepspec.engine.base import StepInfo
     from deepspec.engine.distributed import Ranks
 
 BUCKET_ELEMENTS = 1 << 24  # elements of one all-reduce
@@ -38,14 +37,13 @@ class PlainEngine:
         self._loss_module = LossModule(drafter, compute=dtype, cast_to=dtype)
         self._named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
         self._optimizers = make_optimizers(drafter, optim)
-        self._clip_norm = optim.clip_norm
         self._scaler = LossScaler(engine.initial_loss_scale, ranks.device) if engine.precision == "fp16" else None
-        self._one = torch.ones((), device=ranks.device)
+        self._update = Update(optim.clip_norm, self._scaler)
 
     def module(self, batch: Batch, features: Features) -> LossOutput:
         """Run the drafter's objective."""
-        sums, metrics = self._loss_module(batch, features)
-        return LossOutput(sums, metrics)
+        output: LossOutput = self._loss_module(batch, features)
+        return output
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of ``loss`` to the masters' gradients."""
@@ -53,22 +51,11 @@ class PlainEngine:
 
     def step(self, lr_factor: float) -> StepInfo:
         """Sum gradients over the ranks, clip by the global norm, update; skip when not finite."""
-        grads = [_gradient(p) for p in self._named.values()]
+        grads = [gradient_of(p) for p in self._named.values()]
         self._sum_over_ranks(grads)
-        scale = self._one if self._scaler is None else self._scaler.scale
-        if self._scaler is not None:
-            torch._foreach_mul_(grads, 1.0 / scale)
-        norm = torch.nn.utils.get_total_norm(grads)
-        skipped = 1.0 - torch.isfinite(norm).float()
-        if self._clip_norm > 0:
-            torch._foreach_mul_(grads, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         for optimizer in self._optimizers:
             set_lr(optimizer, lr_factor)
-            _step_unless(optimizer, skipped)
-            optimizer.zero_grad(set_to_none=True)
-        if self._scaler is not None:
-            self._scaler.update(skipped)
-        return StepInfo(grad_norm=norm, skipped=skipped, loss_scale=scale.clone())
+        return self._update(grads, self._optimizers)
 
     def _sum_over_ranks(self, grads: list[torch.Tensor]) -> None:
         if self.ranks.world_size == 1:
@@ -117,36 +104,6 @@ class PlainEngine:
             self._scaler.load(state.loss_scale)
 
 
-def moment_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the tensors that an optimiser keeps for each parameter."""
-    return ("exp_avg", "exp_avg_sq") if isinstance(optimizer, torch.optim.AdamW) else ("momentum_buffer",)
-
-
-def checked_moments(
-    moments: Mapping[str, Mapping[str, torch.Tensor]], name: str, keys: Iterable[str]
-) -> dict[str, torch.Tensor]:
-    """Return the moments of one parameter.
-
-    Raises:
-        ConfigError: the checkpoint was written under another optimiser.
-    """
-    found = moments.get(name, {})
-    missing = [key for key in keys if key not in found]
-    if missing:
-        raise ConfigError(
-            f"the checkpoint has {sorted(found)} for parameter {name}, this optimiser needs {missing}: optim.name differs "
-            "from the run that wrote it; set it back, or start anew with train.resume=false"
-        )
-    return {key: found[key] for key in keys}
-
-
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the gradient, zeros when no loss term reached the parameter (every rank must send the same tensors)."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
 def _buckets(grads: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
     size = 0
@@ -159,11 +116,3 @@ def _buckets(grads: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     if bucket:
         yield bucket
 
-
-def _step_unless(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
-    """Update unless ``skipped`` is 1: on the device with fused AdamW, by looking with any other optimiser."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        optimizer.step()
-    elif not skipped.item():
-        optimizer.step()

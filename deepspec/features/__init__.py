@@ -1,0 +1,1 @@
+"""Where the features of the target come from."""

@@ -32,7 +32,7 @@ class Stepped(Protocol):
 
     @property
     def logits(self) -> Tensor:
-        """[t, V] fp32."""
+        """[n, V] fp32, of the last n tokens."""
         ...
 
     @property
@@ -53,8 +53,13 @@ class DecodingTarget(Protocol):
         """Return an empty cache for at most ``max_length`` positions."""
         ...
 
-    def step(self, input_ids: Tensor, cache: Any, layer_ids: tuple[int, ...]) -> Stepped:
-        """Read ``input_ids`` [1, t] after the positions in ``cache``, which grows by t."""
+    def step(
+        self, input_ids: Tensor, cache: Any, layer_ids: tuple[int, ...], *, num_logits: int | None = None
+    ) -> Stepped:
+        """Read ``input_ids`` [1, t] after the positions in ``cache``, which grows by t.
+
+        The logits are those of the last ``num_logits`` tokens, or of all t.
+        """
         ...
 
     def crop(self, cache: Any, length: int) -> None:
@@ -178,7 +183,7 @@ class SpeculativeDecoder:
         """Read the prompt and commit the first token, which comes from the target alone."""
         max_length = len(prompt_ids) + room
         cache = self.target.new_cache(max_length)
-        stepped = self._step(list(prompt_ids), cache)
+        stepped = self._step(list(prompt_ids), cache, num_logits=1)
         sampler = Sampler(settings, stepped.logits.device)
         text = _Text(cache, sampler, stop_ids, gamma, room, length=len(prompt_ids))
         text.commit([int(sampler(stepped.logits[-1])[0])])
@@ -187,8 +192,9 @@ class SpeculativeDecoder:
             self.proposer.extend(prompt_ids, stepped.hidden)
         return text
 
-    def _step(self, tokens: list[int], cache: Any) -> Stepped:
-        return self.target.step(torch.tensor([tokens], device=self.target.device), cache, self.proposer.layer_ids)
+    def _step(self, tokens: list[int], cache: Any, num_logits: int | None = None) -> Stepped:
+        ids = torch.tensor([tokens], device=self.target.device)
+        return self.target.step(ids, cache, self.proposer.layer_ids, num_logits=num_logits)
 
     def _round(self, text: _Text) -> None:
         """Propose, verify in one forward pass of the target, commit."""

@@ -1,7 +1,7 @@
 """Rotary positions exactly as the target turns them.
 
-The frequencies come from transformers' own table of scaling rules, so that ``linear``, ``llama3``, ``yarn`` and the rest
-need no second definition. No table of positions is kept: any position can be asked for, however short the training
+The frequencies come from transformers' own table of scaling rules, so that ``linear``, ``llama3``, ``yarn`` and the
+rest need no second definition. No table of positions is kept: any position can be asked for, however short the training
 samples were. Rules that look at the sequence length (``dynamic``, ``longrope``) keep the frequencies of the target's
 usual length, because keys that are already cached could not follow a change.
 """

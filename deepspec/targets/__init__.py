@@ -1,0 +1,1 @@
+"""The frozen target: loading, its layers, its families, and the features captured from it."""

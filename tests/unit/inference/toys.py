@@ -31,12 +31,15 @@ class ToyTarget:
         self.max_length = max_length
         return []
 
-    def step(self, input_ids: Tensor, cache: list[int], layer_ids: tuple[int, ...]) -> ToyStep:
+    def step(
+        self, input_ids: Tensor, cache: list[int], layer_ids: tuple[int, ...], *, num_logits: int | None = None
+    ) -> ToyStep:
         start = len(cache)
         cache.extend(input_ids[0].tolist())
         self.steps.append(input_ids.shape[1])
         positions = torch.arange(start, len(cache), dtype=torch.float32)
-        return ToyStep(self.logits[input_ids[0]], positions.unsqueeze(-1))
+        wanted = input_ids[0][-(num_logits or input_ids.shape[1]) :]
+        return ToyStep(self.logits[wanted], positions.unsqueeze(-1))
 
     def crop(self, cache: list[int], length: int) -> None:
         del cache[length:]

@@ -1,0 +1,136 @@
+"""From ``conf/target`` to a frozen target; every way in which that can fail has one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspec.errors import TargetError
+from deepspec.log import get_logger
+from deepspec.targets.layers import auto_layer_ids, validate_layer_ids
+from deepspec.targets.target import Target
+
+if TYPE_CHECKING:
+    from deepspec.config.schema import TargetConfig
+
+log = get_logger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OFFLINE = (
+    "the model hub cannot be reached, or the model is not there. Set target.path to a local folder, check the "
+    "spelling of the hub id, or fetch it on a machine with network access (hf download {path}) and copy the folder"
+)
+
+
+def load_target(config: TargetConfig, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Target:
+    """Load the frozen target that ``config`` names.
+
+    Args:
+        config: group ``target``.
+        device: where the weights go.
+        dtype: precision of the weights; None follows ``config.dtype``.
+
+    Raises:
+        TargetError: no such folder, hub out of reach, not a decoder-only causal LM, mask token beyond the vocabulary.
+        ConfigError: the target has no such layers.
+    """
+    path = _local_path(config)
+    hf_config = _read_config(config, path)
+    model = _read_model(config, path, dtype or _dtype(config, torch.device(device)))
+    target = Target(model.to(device), _read_tokenizer(config, path), name=config.name)
+    if not 0 <= config.mask_token_id < target.info.vocab_size:
+        raise TargetError(
+            f"target.mask_token_id={config.mask_token_id} must be an id below the vocabulary of {config.path}, "
+            f"{target.info.vocab_size}"
+        )
+    layer_ids(config, target.info.num_layers)
+    log.info("target %s: %s, %d layers, %s", config.name, hf_config.model_type, target.info.num_layers, device)
+    return target
+
+
+def layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers that feed the drafter, ``auto`` filled in."""
+    ids = config.target_layer_ids
+    return validate_layer_ids(auto_layer_ids(num_layers) if ids == "auto" else ids, num_layers)
+
+
+def _local_path(config: TargetConfig) -> str:
+    """Return the folder or hub id to load, converting a GGUF package first where the folder is missing."""
+    path = Path(config.path).expanduser()
+    if config.gguf_package is not None:
+        from deepspec.targets.convert import convert_package
+
+        return str(convert_package(config.gguf_package, path))
+    looks_local = path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") != 1
+    if path.is_dir() or not looks_local:
+        return str(path) if path.is_dir() else config.path
+    raise TargetError(f"target.path={config.path}: no such folder")
+
+
+def _read_config(config: TargetConfig, path: str) -> Any:
+    from transformers import AutoConfig
+
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise TargetError(f"target.path={config.path}: the folder holds no config.json, so it is not a model folder")
+    try:
+        found = AutoConfig.from_pretrained(path, revision=_revision(config), trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise TargetError(_why(config, path, error)) from error
+    if getattr(found, "is_encoder_decoder", False):
+        raise TargetError(f"target.path={config.path}: {found.model_type} is an encoder-decoder, not a causal LM")
+    return found
+
+
+def _read_model(config: TargetConfig, path: str, dtype: torch.dtype | str) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, revision=_revision(config), trust_remote_code=config.trust_remote_code, dtype=dtype
+        )
+    except (OSError, ValueError) as error:
+        raise TargetError(_why(config, path, error)) from error
+    finally:
+        hf_logging.enable_progress_bar()
+
+
+def _read_tokenizer(config: TargetConfig, path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, revision=_revision(config), trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise TargetError(f"target.path={config.path}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+
+
+def _dtype(config: TargetConfig, device: torch.device) -> torch.dtype | str:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.float32 if device.type == "cpu" else "auto"
+
+
+def _revision(config: TargetConfig) -> str:
+    return config.revision or "main"
+
+
+def _why(config: TargetConfig, path: str, error: Exception) -> str:
+    text = str(error)
+    if "trust_remote_code" in text:
+        reason = "the model needs code of its own; set target.trust_remote_code=true if you trust its author"
+    elif not Path(path).is_dir() and isinstance(error, OSError):
+        reason = OFFLINE.format(path=config.path)
+    elif "Unrecognized configuration class" in text or "does not recognize this architecture" in text:
+        reason = f"not a causal LM that the installed transformers knows: {_first_line(error)}"
+    else:
+        reason = _first_line(error)
+    return f"target.path={config.path}: {reason}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
