@@ -10,7 +10,7 @@ import torch
 from deepspec.errors import TargetError
 from deepspec.log import get_logger
 from deepspec.targets.layers import auto_layer_ids, validate_layer_ids
-from deepspec.targets.target import Target
+from deepspec.targets.target import Target, eos_ids
 
 if TYPE_CHECKING:
     from deepspec.config.schema import TargetConfig
@@ -51,7 +51,7 @@ def load_target(config: TargetConfig, device: str | torch.device = "cpu", dtype:
 
 
 def load_tokenizer(config: TargetConfig) -> tuple[Any, tuple[int, ...]]:
-    """Return the target's tokenizer and the ids that end its generation, without loading its weights.
+    """Return the target's tokenizer and the ids that end its answers, without loading its weights.
 
     Raises:
         TargetError: no such folder, hub out of reach, or no tokenizer.
@@ -59,14 +59,12 @@ def load_tokenizer(config: TargetConfig) -> tuple[Any, tuple[int, ...]]:
     from transformers import GenerationConfig
 
     path = _local_path(config)
-    own = _read_config(config, path).get_text_config(decoder=True)
+    hf_config = _read_config(config, path)
     try:
-        ids = GenerationConfig.from_pretrained(path, revision=_revision(config)).eos_token_id
-    except OSError:  # no generation_config.json
-        ids = None
-    ids = own.eos_token_id if ids is None else ids
-    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return _read_tokenizer(config, path), tuple(int(token) for token in listed)
+        generation = GenerationConfig.from_pretrained(path, revision=_revision(config))
+    except (OSError, ValueError):  # many models come without one
+        generation = None
+    return _read_tokenizer(config, path), eos_ids(generation, hf_config.get_text_config(decoder=True))
 
 
 def layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:
