@@ -117,7 +117,8 @@ def _copy_attention(
     pairs = _fitting(linears, (query, key, value, _weight(source, "o_proj")))
     if not pairs:
         return ["attention stays random (other shape)"]
-    for (linear, weight), factor in zip(pairs, (ratio, ratio, ratio, residual), strict=True):
+    factors = (ratio, ratio, ratio, torch.tensor(residual))
+    for (linear, weight), factor in zip(pairs, factors, strict=True):
         turned = interleaved and linear in (attention.q_proj, attention.k_proj)
         linear.weight.copy_((_uninterleave(weight, attention.head_dim) if turned else weight) * factor)
     said = ["attention"] + (["its biases dropped"] if _has_bias(source) else [])

@@ -160,7 +160,7 @@ def test_packing_padding_and_splitting_give_the_same_sums_and_gradients(backend:
 
     expected = run([first, second])
     padded = [_padded(first, 40, 4), _padded(second, 40, 4)]
-    rows = Batch(**{n: torch.cat((getattr(padded[0][0], n), getattr(padded[1][0], n))) for n in FIELDS})
+    rows = Batch(*[torch.cat((getattr(padded[0][0], n), getattr(padded[1][0], n))) for n in FIELDS])
     features = Features(
         torch.cat((padded[0][1].hidden, padded[1][1].hidden)),
         torch.cat((padded[0][1].last_hidden, padded[1][1].last_hidden)),

@@ -101,8 +101,8 @@ def test_queries_and_keys_keep_the_targets_scale(family: str) -> None:
     model, drafter, _ = _started(family)
     x = torch.randn(1, 400, 32)
     still = (torch.ones(400, 8), torch.zeros(400, 8))
-    layer, source = drafter.decoder_layers[1], model.model.layers[-1]  # type: ignore[index, union-attr]
-    normed, theirs = source.input_layernorm(x), source.self_attn
+    layer, source = drafter.decoder_layers[1], model.get_submodule("model.layers.5")  # type: ignore[index, union-attr]
+    normed, theirs = source.get_submodule("input_layernorm")(x), source.get_submodule("self_attn")
     if family == "Phi3":
         query, key, _ = theirs.qkv_proj(normed).split((32, 16, 16), dim=-1)
     else:
