@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,8 @@ def test_packing_padding_and_splitting_give_the_same_sums_and_gradients(backend:
 
     expected = run([first, second])
     padded = [_padded(first, 40, 4), _padded(second, 40, 4)]
-    rows = Batch(**{n: torch.cat((getattr(padded[0][0], n), getattr(padded[1][0], n))) for n in FIELDS})
+    joined: dict[str, Any] = {n: torch.cat((getattr(padded[0][0], n), getattr(padded[1][0], n))) for n in FIELDS}
+    rows = Batch(**joined)
     features = Features(
         torch.cat((padded[0][1].hidden, padded[1][1].hidden)),
         torch.cat((padded[0][1].last_hidden, padded[1][1].last_hidden)),

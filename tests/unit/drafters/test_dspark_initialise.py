@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -97,22 +97,26 @@ def test_queries_and_keys_of_a_target_with_head_norms_are_the_same() -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Phi3", "Granite"])
 def test_queries_and_keys_keep_the_targets_scale(family: str) -> None:
-    """Without head norms in the target, the logits of attention have its size to within a quarter."""
+    """Without head norms in the target, the logits of attention have its size up to the loss of differences between heads."""
     model, drafter, _ = _started(family)
-    x = torch.randn(1, 400, 32)
-    still = (torch.ones(400, 8), torch.zeros(400, 8))
-    layer, source = drafter.decoder_layers[1], model.model.layers[-1]  # type: ignore[index, union-attr]
+    still = (torch.ones(200, 8), torch.zeros(200, 8))
+    layer, source = drafter.decoder_layers[1], cast("Any", model.get_submodule("model.layers.5"))
+    seen: list[torch.Tensor] = []
+    source.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model(input_ids=torch.randint(0, VOCAB, (1, 200)))
+    x = seen[0]
     normed, theirs = source.input_layernorm(x), source.self_attn
     if family == "Phi3":
         query, key, _ = theirs.qkv_proj(normed).split((32, 16, 16), dim=-1)
     else:
         query, key = theirs.q_proj(normed), theirs.k_proj(normed)
-    query = query.view(400, 4, 8).transpose(0, 1)
-    key = key.view(400, 2, 8).transpose(0, 1).repeat_interleave(2, 0)
+    query = query.view(200, 4, 8).transpose(0, 1)
+    key = key.view(200, 2, 8).transpose(0, 1).repeat_interleave(2, 0)
     expected = (query @ key.transpose(1, 2) * theirs.scaling).std()
     mine_q = layer.self_attn.queries(layer.input_layernorm(x), still)[0]
     mine_k = layer.self_attn.keys_values(layer.input_layernorm(x), still)[0][0].repeat_interleave(2, 0)
-    assert (mine_q @ mine_k.transpose(1, 2) * 8**-0.5).std().item() == pytest.approx(expected.item(), rel=0.25)
+    assert (mine_q @ mine_k.transpose(1, 2) * 8**-0.5).std().item() == pytest.approx(expected.item(), rel=0.5)
 
 
 def test_norms_are_read_by_what_they_do() -> None:

@@ -50,7 +50,8 @@ def test_base_and_scaling_survive_the_older_layout() -> None:
     """Older configurations hold rope_theta beside rope_scaling; both layouts give equal cosines and sines."""
     positions = torch.arange(0, 250, 7)[None]
     older = _config(rope_theta=1e6, rope_scaling=LLAMA3)
-    rope = RotaryEmbedding(older.rope_parameters, head_dim=16, max_position=256)
+    parameters = {**older.rope_parameters}  # type: ignore[dict-item]
+    rope = RotaryEmbedding(parameters, head_dim=16, max_position=256)
     newer = RotaryEmbedding(LLAMA3 | {"rope_theta": 1e6}, head_dim=16, max_position=256)
     for value, other, reference in zip(rope(positions), newer(positions), _own(older, positions), strict=True):
         torch.testing.assert_close(value, reference)
