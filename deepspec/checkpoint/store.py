@@ -15,6 +15,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from deepspec.checkpoint.atomic import TEMPORARY_SUFFIX, new_folder, write_json, write_text
@@ -77,9 +78,7 @@ class CheckpointStore:
             with new_folder(path) as temporary:
                 self._write(temporary, state, progress)
             write_text(self.folder / POINTER, path.name + "\n")
-        except Exception as error:
-            if not isinstance(error, OSError) and "os error" not in str(error).lower():
-                raise
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             raise TrainingError(
                 f"checkpoint {path} could not be written: {error}; older checkpoints are intact. "
                 "Free some space or set paths.run to another disk, then run the same command again to resume"
