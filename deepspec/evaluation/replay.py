@@ -61,12 +61,14 @@ class ReplayTarget:
         cache[0] = length
 
 
-def replay(plain: Sequence[Decoded], proposer: Proposer, vocab_size: int, stop_ids: Collection[int]) -> list[Decoded]:
-    """Decode the texts of ``plain`` (greedy) again, with ``proposer`` and without the model."""
+def replay(
+    plain: Sequence[Decoded], proposer: Proposer, vocab_size: int, max_new_tokens: int, stop_ids: Collection[int]
+) -> list[Decoded]:
+    """Decode the texts of ``plain`` (greedy) again under the same limits, with ``proposer`` and without the model."""
     replayed = []
     for item in plain:
         target = ReplayTarget([*item.prompt.ids, *item.generation.tokens], vocab_size)
         decoder = SpeculativeDecoder(target, proposer)
-        room = len(item.generation.tokens)
-        replayed.append(Decoded(item.prompt, decoder.generate(item.prompt.ids, room, stop_ids=stop_ids)))
+        generation = decoder.generate(item.prompt.ids, max_new_tokens, stop_ids=stop_ids)
+        replayed.append(Decoded(item.prompt, generation))
     return replayed

@@ -77,7 +77,7 @@ def score(
     greedy = config.temperature == 0.0
     plain = evaluation.decode(BASELINE, prompts if greedy and config.check_lossless else prompts[:1])
     whole = len(plain) == len(prompts) and greedy
-    lookup = replay(plain, evaluation.lookup(), target.info.vocab_size, stop_ids) if whole else []
+    lookup = evaluation.replay(plain) if whole else []
     return Scores(
         gamma=gamma,
         temperature=config.temperature,
@@ -122,6 +122,10 @@ class _Evaluation:
             self._stop_ids,
             what=f"decode ({name})",
         )
+
+    def replay(self, plain: Sequence[Decoded]) -> list[Decoded]:
+        vocab_size, room = self._target.info.vocab_size, self._config.max_new_tokens
+        return replay(plain, self.lookup(), vocab_size, room, self._stop_ids)
 
     def time(self, prompts: Sequence[Prompt]) -> list[Speed]:
         chosen = spread(prompts, self._config.timing_prompts)

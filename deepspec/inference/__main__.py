@@ -128,7 +128,9 @@ def _prompt_ids(arguments: argparse.Namespace, target: Target) -> list[int]:
     if arguments.raw:
         return list(target.tokenizer(prompt)["input_ids"])
     if not getattr(target.tokenizer, "chat_template", None):
-        raise TargetError(f"--target {arguments.target} has no chat template; use --raw to continue the prompt as it is")
+        raise TargetError(
+            f"--target {arguments.target} has no chat template; use --raw to continue the prompt as it is"
+        )
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages.append({"role": "user", "content": prompt})
     text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

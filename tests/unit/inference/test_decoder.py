@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 
 from deepspec.errors import UserError
 from deepspec.inference.decoder import Round, SpeculativeDecoder
 from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer
-from deepspec.inference.sampling import SamplerSettings
+from deepspec.inference.sampling import Sampler, SamplerSettings
 from tests.unit.inference.toys import ScriptDrafter, ToyDrafter, ToyTarget, counting_target
 
 VOCAB = 40
 
 
-def scripted(wrong: set[int] = frozenset(), gamma: int = 5) -> tuple[SpeculativeDecoder, ToyTarget, ScriptDrafter]:  # type: ignore[assignment]
+def scripted(wrong: Collection[int] = (), gamma: int = 5) -> tuple[SpeculativeDecoder, ToyTarget, ScriptDrafter]:
     """A counting target (position p holds token p for the prompt [0]) and a drafter that errs at ``wrong`` positions."""
     drafter = ScriptDrafter({p: p if p not in wrong else VOCAB - 1 for p in range(VOCAB)}, VOCAB, gamma)
     target = counting_target(VOCAB)
@@ -171,7 +173,5 @@ def test_the_seed_fixes_the_output() -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
-def _greedy():  # noqa: ANN202
-    from deepspec.inference.sampling import Sampler
-
+def _greedy() -> Sampler:
     return Sampler(SamplerSettings())

@@ -19,7 +19,7 @@ class ToyStep:
 
 
 class ToyTarget:
-    """The next token depends on the last one: ``logits`` [V, V]. Hidden states are the positions, to check the books."""
+    """The next token depends on the last one: ``logits`` [V, V]. Hidden states are the positions."""
 
     device = torch.device("cpu")
 
@@ -32,7 +32,12 @@ class ToyTarget:
         return []
 
     def step(
-        self, input_ids: Tensor, cache: list[int], layer_ids: tuple[int, ...], *, num_logits: int | None = None
+        self,
+        input_ids: Tensor,
+        cache: list[int],
+        layer_ids: tuple[int, ...],  # noqa: ARG002
+        *,
+        num_logits: int | None = None,
     ) -> ToyStep:
         start = len(cache)
         cache.extend(input_ids[0].tolist())
@@ -54,7 +59,7 @@ class ToyDrafter:
         self.confidence = confidence  # [V], by the token before the slot
         self.positions: list[float] = []
 
-    def start(self, max_length: int) -> Any:
+    def start(self, max_length: int) -> Any:  # noqa: ARG002
         self.positions = []
         return self.positions
 
@@ -80,7 +85,7 @@ class ScriptDrafter(ToyDrafter):
         super().__init__(torch.zeros(vocab, vocab), gamma)
         self.script = script
 
-    def propose(self, state: Any, anchor: int, num_tokens: int, sampler: TokenSampler) -> Proposal:
+    def propose(self, state: Any, anchor: int, num_tokens: int, sampler: TokenSampler) -> Proposal:  # noqa: ARG002
         first = len(state) + 1
         tokens = torch.tensor([self.script.get(first + j, 0) for j in range(num_tokens)])
         return Proposal(tokens, torch.nn.functional.one_hot(tokens, self.logits.shape[0]).float())
