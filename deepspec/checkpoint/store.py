@@ -1,10 +1,10 @@
 """Checkpoints of a run: written whole or not at all, readable by any engine on any number of ranks.
 
-    checkpoints/
-      step-000500/ drafter.safetensors drafter.json   the drafter, as export and evaluation read it
-                   optimizer.safetensors              "<moment>/<parameter>"
-                   state.json                         counters, loss scale, size and CRC-32 of every file
-      latest                                          name of the newest folder
+checkpoints/
+  step-000500/ drafter.safetensors drafter.json   the drafter, as export and evaluation read it
+               optimizer.safetensors              "<moment>/<parameter>"
+               state.json                         counters, loss scale, size and CRC-32 of every file
+  latest                                          name of the newest folder
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CheckpointStore:
     ) -> None:
         self.folder = folder
         self._drafter, self._config, self._info = drafter, config, info
-        self._fingerprints = fingerprints
+        self.fingerprints = fingerprints
         self._keep = keep
 
     def save(self, state: TrainState, progress: Progress) -> Path:
@@ -88,9 +88,7 @@ class CheckpointStore:
         return path
 
     def _write(self, folder: Path, state: TrainState, progress: Progress) -> None:
-        save_drafter(
-            folder, self._drafter, self._config, self._info, step=progress.step, tensors=state.parameters
-        )
+        save_drafter(folder, self._drafter, self._config, self._info, step=progress.step, tensors=state.parameters)
         flat = {f"{key}/{name}": value for name, group in state.moments.items() for key, value in group.items()}
         save_file(flat, folder / OPTIMIZER, metadata={"format": "pt"})
         description = {
@@ -99,10 +97,20 @@ class CheckpointStore:
             "progress": asdict(progress),
             "optimizer_step": state.optimizer_step,
             "loss_scale": state.loss_scale,
-            "fingerprints": self._fingerprints,
+            "fingerprints": self.fingerprints,
             "files": {file.name: {"bytes": file.stat().st_size, "crc32": _crc32(file)} for file in folder.iterdir()},
         }
         write_json(folder / STATE, description)
+
+    def set_aside(self) -> None:
+        """Rename the folder when it holds checkpoints, so that the run starts anew and nothing is lost."""
+        if not self._folders():
+            return
+        number = 1
+        while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
+            number += 1
+        self.folder.rename(aside)
+        log.warning("older checkpoints were moved to %s", aside)
 
     def _prune(self) -> None:
         for folder in self._folders()[max(1, self._keep) :]:
@@ -110,6 +118,8 @@ class CheckpointStore:
 
     def _folders(self) -> list[Path]:
         """Return the checkpoint folders, newest first; temporary ones are not among them."""
+        if not self.folder.exists():
+            return []
         found = [p for p in self.folder.glob("step-*") if p.is_dir() and not p.name.endswith(TEMPORARY_SUFFIX)]
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
 
@@ -119,7 +129,7 @@ class CheckpointStore:
         Raises:
             PackageError: there are checkpoints, and every one of them is damaged.
         """
-        folders = self._folders() if self.folder.exists() else []
+        folders = self._folders()
         for position, folder in enumerate(folders):
             try:
                 _check(folder)
@@ -130,7 +140,7 @@ class CheckpointStore:
             return folder.name
         if folders:
             raise PackageError(
-                f"every checkpoint in {self.folder} is damaged; set train.resume=false with another paths.run to start anew"
+                f"every checkpoint in {self.folder} is damaged; start anew with train.resume=false"
             )
         return None
 

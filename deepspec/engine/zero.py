@@ -55,7 +55,9 @@ def import_deepspeed(ranks: Ranks) -> ModuleType:
         ) from error
     # On the CPU DeepSpeed would compile a shared-memory all-reduce at start-up, which needs a compiler and minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")  # DeepSpeed's calls, every step
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"torch\.distributed\."
+    )  # DeepSpeed's calls, every step
     logger = deepspeed.utils.logger
     logger.setLevel(logging.WARNING)
     for handler in logger.handlers:
@@ -291,7 +293,9 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, world_size: int, 
 def _refuse_unsupported(deepspeed: ModuleType, engine: EngineConfig, optim: OptimConfig) -> None:
     """Say what DeepSpeed would say later and less clearly."""
     if optim.name != "adamw":
-        raise ConfigError(f"optim.name={optim.name} runs on the plain engine only; set optim.name=adamw or engine=plain")
+        raise ConfigError(
+            f"optim.name={optim.name} runs on the plain engine only; set optim.name=adamw or engine=plain"
+        )
     accelerator = deepspeed.accelerator.get_accelerator()
     if engine.precision == "fp16" and engine.zero_stage > 0 and not accelerator.is_fp16_supported():
         raise ConfigError(

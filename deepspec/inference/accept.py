@@ -1,8 +1,8 @@
 """The acceptance rule of speculative sampling (Leviathan et al. 2023, Chen et al. 2023), on plain tensors.
 
-A draft token x, drawn from q, is kept with probability min(1, p(x) / q(x)); the first one refused is replaced by a draw
-from max(p - q, 0), renormalised; when all are kept, one more token comes from the target. The output is then distributed
-exactly as the target's own, if q is what x was really drawn from. Greedy decoding is the limit of one-token p and q.
+A draft token x, drawn from q, is kept with probability min(1, p(x) / q(x)); the first one refused is replaced by a
+draw from max(p - q, 0), renormalised; when all are kept, one more token comes from the target. The output is then
+distributed exactly as the target's own, if q is what x was really drawn from. Greedy is the limit of one-token p and q.
 
 The letter N stands for independent blocks; the decoder calls with N = 1.
 """

@@ -8,12 +8,15 @@ every value of it exactly, as it does for most checkpoints in bf16 or fp16: then
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from deepspec.nn.head import FrozenHead
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +47,8 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None, *, rounding: bool = 
         bias: [out] fp32, kept as it is.
         rounding: Pack it too when fp16 has to round it.
     """
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or "fbgemm" not in torch.backends.quantized.supported_engines:
+    fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not fbgemm:
         return None
     half = weight.detach().half()
     if not bool(half.isfinite().all()) or not (rounding or torch.equal(half.float(), weight)):
@@ -72,3 +76,24 @@ def unpack_linears(module: nn.Module) -> None:
     """Undo ``pack_linears``."""
     for linear in module.modules():
         linear.__dict__.pop("forward", None)
+
+
+@dataclass(frozen=True)
+class PackedHead(FrozenHead):
+    """The target's embedding and head, with the head's weight packed as well."""
+
+    packed: PackedWeight | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map final-normed states [..., D] to the target's logits [..., V]."""
+        if self.packed is None:
+            return super().logits(hidden)
+        return self.finish(self.packed.product(hidden.to(self.weight.dtype)))
+
+
+def pack_head(head: FrozenHead) -> FrozenHead:
+    """Return ``head`` with a packed weight, or ``head`` itself where that is impossible."""
+    packed = pack_weight(head.weight, head.bias)
+    if packed is None:
+        return head
+    return PackedHead(**{f.name: getattr(head, f.name) for f in fields(FrozenHead)}, packed=packed)

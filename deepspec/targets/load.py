@@ -50,6 +50,25 @@ def load_target(config: TargetConfig, device: str | torch.device = "cpu", dtype:
     return target
 
 
+def load_tokenizer(config: TargetConfig) -> tuple[Any, tuple[int, ...]]:
+    """Return the target's tokenizer and the ids that end its generation, without loading its weights.
+
+    Raises:
+        TargetError: no such folder, hub out of reach, or no tokenizer.
+    """
+    from transformers import GenerationConfig
+
+    path = _local_path(config)
+    own = _read_config(config, path).get_text_config(decoder=True)
+    try:
+        ids = GenerationConfig.from_pretrained(path, revision=_revision(config)).eos_token_id
+    except OSError:  # no generation_config.json
+        ids = None
+    ids = own.eos_token_id if ids is None else ids
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return _read_tokenizer(config, path), tuple(int(token) for token in listed)
+
+
 def layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:
     """Return the layers that feed the drafter, ``auto`` filled in."""
     ids = config.target_layer_ids

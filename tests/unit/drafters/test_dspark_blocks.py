@@ -193,7 +193,7 @@ def test_a_batch_without_a_slot_gives_zero_sums_and_zero_gradients() -> None:
 
 
 def test_drafting_far_beyond_the_training_length() -> None:
-    """Positions are unbounded: a context that starts at 4000 drafts as one at 0 does, as rotary positions are relative."""
+    """Positions are unbounded: a context that starts at 4000 drafts as one at 0, rotary positions being relative."""
     model = drafter().double()
     model.bind(model.head.to(dtype=torch.float64))
     batch, features = row(24, [12])

@@ -14,7 +14,6 @@ from deepspec.drafters.base import Drafter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from deepspec.engine.base import Engine
     from deepspec.engine.distributed import Ranks
@@ -81,7 +80,10 @@ class ToyDrafter(Drafter):
         square = (error.square().mean(-1) * mask).sum()
         absolute = (error.abs().mean(-1) * rare).sum()
         per_position = error.detach().abs().mean(dim=(0, 1))[:2]
-        metrics = {"acceptance": Ratio(per_position, torch.ones(2)), "expected_length": Ratio(square.detach(), mask.sum())}
+        metrics = {
+            "acceptance": Ratio(per_position, torch.ones(2)),
+            "expected_length": Ratio(square.detach(), mask.sum()),
+        }
         return LossOutput({"square": square, "rare": absolute}, metrics)
 
 

@@ -149,7 +149,9 @@ def test_prompt_lookup_match_at_the_very_end() -> None:
 
 def test_prompt_lookup_speeds_up_a_periodic_text() -> None:
     table = 10.0 * torch.eye(7).roll(1, dims=1)
-    result = SpeculativeDecoder(ToyTarget(table), PromptLookupProposer(7, gamma=5)).generate([0, 1, 2, 3, 4, 5, 6, 0], 60)
+    result = SpeculativeDecoder(ToyTarget(table), PromptLookupProposer(7, gamma=5)).generate(
+        [0, 1, 2, 3, 4, 5, 6, 0], 60
+    )
     assert result.tokens == [(1 + i) % 7 for i in range(60)]
     assert result.accepted_length > 5
 
