@@ -17,8 +17,8 @@ This module does not import torch when it runs, so that a configuration can be c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,8 +82,7 @@ class Features:
     last_hidden: Tensor  # [B, T, D], after the final norm: head(last_hidden) are the target's logits
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """A weighted sum and the weight it has to be divided by, once, after every reduction.
 
     Both are scalars (0-d fp32 tensors or floats), or vectors of equal length for per-position quantities.
@@ -93,9 +92,8 @@ class Ratio:
     denominator: Tensor
 
 
-@dataclass(frozen=True)
-class LossOutput:
-    """What one forward pass of an objective returns.
+class LossOutput(NamedTuple):
+    """What one forward pass of an objective returns; a named tuple, so that ZeRO-3's hooks find the tensors in it.
 
     ``sums[name]`` is the differentiable weighted sum of one loss term; the loop multiplies it by
     ``coefficients[name] / denominators[name]`` with the denominators of the whole optimiser step.
@@ -103,7 +101,7 @@ class LossOutput:
     """
 
     sums: Mapping[str, Tensor]
-    metrics: Mapping[str, Ratio] = field(default_factory=dict)
+    metrics: Mapping[str, Ratio] = {}
 
 
 class TokenSampler(Protocol):

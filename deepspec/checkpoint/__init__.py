@@ -1,0 +1,1 @@
+"""Atomic, elastic checkpoints in safetensors and JSON."""

@@ -86,7 +86,7 @@ class EngineConfig:
     global_batch_size: int = key("Samples of one optimiser step over all ranks; accumulation follows from it")
     zero_stage: Literal[0, 1, 2, 3] = key("ZeRO stage (deepspeed only)", 0)
     loss_precision: Literal["auto", "exact", "common_mode"] = key(
-        "exact forms fp32 logits; common_mode cancels rounding errors of low precision; auto is exact on CUDA and for fp32",
+        "exact forms fp32 logits; common_mode cancels rounding errors; auto is exact on CUDA and for fp32",
         "auto",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto takes CUDA when there is one", "auto")
@@ -193,7 +193,9 @@ class RunConfig:
         "What prepare does: all; target fetches or converts the target; answers lets it answer the prompts", "all"
     )
     show: int = key("Samples that prepare prints with their supervised tokens coloured", 0)
-    out: str | None = key("Folder that prepare writes the answered splits to (train.jsonl, ...); null keeps them in the cache", None)
+    out: str | None = key(
+        "Folder that prepare writes the answered splits to (train.jsonl, ...); null keeps them in the cache", None
+    )
     target: TargetConfig = key("The frozen model that is to be made faster")
     drafter: Any = key("The drafter's own keys; `_target_` names its configuration class")
     data: DataConfig = key("Prompts, answers and how they become samples")

@@ -51,7 +51,11 @@ def load_target(config: TargetConfig, device: str | torch.device = "cpu", dtype:
 
 
 def load_tokenizer(config: TargetConfig) -> tuple[Any, tuple[int, ...]]:
-    """Return the target's tokenizer and the ids that end its answers, without loading its weights."""
+    """Return the target's tokenizer and the ids that end its answers, without loading its weights.
+
+    Raises:
+        TargetError: no such folder, hub out of reach, or no tokenizer.
+    """
     from transformers import GenerationConfig
 
     path = _local_path(config)

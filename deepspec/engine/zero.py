@@ -1,0 +1,311 @@
+"""DeepSpeed ZeRO, stages 0 to 3, behind the same interface as the plain engine. The only file that imports deepspeed.
+
+What it takes to equal the plain twin:
+
+* DeepSpeed averages gradients over ranks, the loop wants sums: the loss is multiplied by the world size.
+* Reduction and accumulation are fp32, also when the drafter computes in bf16 or fp16. Stage 0 cannot accumulate in fp32
+  by itself, so there the parameters stay fp32 and each call sees low-precision copies, as in the plain engine.
+* DeepSpeed forms its fp32 masters from the rounded low-precision weights; they are set to the true ones.
+* ``managed_gradient_accumulation`` is off: ``step`` is the boundary, however many backward passes came before.
+* ZeRO-3 gathers a parameter only inside the forward pass of its module, so everything runs inside ``LossModule``.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import sys
+import warnings
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspec.checkpoint.state import TrainState
+from deepspec.engine.base import DTYPES, LossModule, StepInfo
+from deepspec.engine.optim import checked_moments, make_adamw, moment_keys, parameter_groups, set_lr
+from deepspec.engine.update import GROWTH_INTERVAL, LossScaler, Update, gradient_of
+from deepspec.errors import ConfigError
+from deepspec.log import get_logger
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspec.config.schema import EngineConfig, OptimConfig
+    from deepspec.contracts import Batch, Features, LossOutput
+    from deepspec.drafters.base import Drafter
+    from deepspec.engine.distributed import Ranks
+
+log = get_logger(__name__)
+
+MAX_BUCKET_ELEMENTS = 1 << 27
+BUCKET_STEP = 1 << 10  # DeepSpeed wants even sizes
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def import_deepspeed(ranks: Ranks) -> ModuleType:
+    """Import DeepSpeed for the kind of device in use, with its log on standard error.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
+    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # it insists, also on a single process
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            'engine=deepspeed needs the package deepspeed: pip install "deepspec[train]", or set engine=plain'
+        ) from error
+    # On the CPU DeepSpeed would compile a shared-memory all-reduce at start-up, which needs a compiler and minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"torch\.distributed\."
+    )  # DeepSpeed's calls, every step
+    logger = deepspeed.utils.logger
+    logger.setLevel(logging.WARNING)
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    return deepspeed
+
+
+class _GuardedAdamW(torch.optim.AdamW):
+    """AdamW for stage 0, where DeepSpeed neither checks nor scales: its step is the plain engine's update."""
+
+    update: Update | None = None
+    info: StepInfo | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Clip, skip what is not finite, and update."""
+        if self.update is not None:
+            grads = [gradient_of(p) for group in self.param_groups for p in group["params"]]
+            self.info = self.update(grads, [self])
+
+
+class ZeroEngine:
+    """DeepSpeed around a drafter."""
+
+    def __init__(self, drafter: Drafter, *, ranks: Ranks, engine: EngineConfig, optim: OptimConfig) -> None:
+        self.ranks = ranks
+        self._deepspeed = import_deepspeed(ranks)
+        self._stage = engine.zero_stage
+        _refuse_unsupported(self._deepspeed, engine, optim)
+        masters = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in drafter.named_parameters()}
+        self._drafter = drafter.to(ranks.device)
+        dtype = DTYPES[engine.precision]
+        module = LossModule(drafter, compute=dtype, cast_to=dtype if self._stage == 0 else None)
+        self._scaler = None
+        if engine.precision == "fp16" and self._stage == 0:
+            self._scaler = LossScaler(engine.initial_loss_scale, ranks.device)
+        self._inner = self._make_optimizer(optim)
+        with redirect_stdout(sys.stderr if log.isEnabledFor(logging.DEBUG) else io.StringIO()):  # it prints what belongs into a log
+            self._engine, *_ = self._deepspeed.initialize(
+                model=module,
+                optimizer=self._inner,
+                config=deepspeed_config(engine, optim, ranks.world_size, sum(p.numel() for p in masters.values())),
+                dist_init_required=False,
+            )
+        self._named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        if hasattr(scaler, "raise_error_at_min_scale"):
+            scaler.raise_error_at_min_scale = False  # the loop counts bad steps and stops with a clear message
+        self._create_moments()
+        if dtype != torch.float32 and self._stage > 0:
+            self._set_parameters(masters)
+
+    def _make_optimizer(self, optim: OptimConfig) -> torch.optim.AdamW:
+        groups = parameter_groups(self._drafter, optim)
+        if self._stage > 0:
+            return make_adamw(groups, optim)
+        guarded = _GuardedAdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, fused=True)
+        guarded.update = Update(optim.clip_norm, self._scaler)
+        return guarded
+
+    def module(self, batch: Batch, features: Features) -> LossOutput:
+        """Run the drafter's objective through DeepSpeed's hooks."""
+        output: LossOutput = self._engine(batch, features)
+        return output
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of ``loss``; DeepSpeed divides by the world size when it reduces."""
+        loss = loss * self.ranks.world_size
+        self._engine.backward(loss if self._scaler is None else loss * self._scaler.scale, scale_wrt_gas=False)
+
+    def step(self, lr_factor: float) -> StepInfo:
+        """Let DeepSpeed reduce, clip and update."""
+        set_lr(self._inner, lr_factor)
+        scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
+        self._engine.step()
+        if isinstance(self._inner, _GuardedAdamW) and self._inner.info is not None:
+            return self._inner.info
+        device, norm = self.ranks.device, self._engine.get_global_grad_norm()
+        return StepInfo(
+            grad_norm=torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32, device=device),
+            skipped=torch.tensor(float(not self._engine.was_step_applied()), device=device),
+            loss_scale=torch.tensor(scale, device=device),
+        )
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def export_state(self) -> TrainState:
+        """Gather masters and moments, one parameter at a time, and keep them on the first rank only."""
+        parameters: dict[str, torch.Tensor] = {}
+        moments: dict[str, dict[str, torch.Tensor]] = {}
+        for name, parameter in self._named.items():
+            master = self._gathered(parameter, None)
+            state = {key: self._gathered(parameter, key) for key in MOMENTS}
+            if self.ranks.is_first:
+                parameters[name], moments[name] = master.cpu().clone(), {k: v.cpu().clone() for k, v in state.items()}
+        if not self.ranks.is_first:
+            return TrainState()
+        parameters |= {n: b.detach().to("cpu", copy=True) for n, b in self._buffers().items()}
+        optimizer_step = max(int(state["step"]) for state in self._inner.state.values())
+        return TrainState(parameters, moments, optimizer_step, self._loss_scale_state())
+
+    def _gathered(self, parameter: torch.nn.Parameter, key: str | None) -> torch.Tensor:
+        """Return a whole fp32 master (``key`` None) or moment (collective)."""
+        if self._stage == 0:
+            whole = parameter.detach() if key is None else self._inner.state[parameter][key]
+        elif key is None:
+            whole = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+        else:
+            whole = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+        return whole.detach().float().view(getattr(parameter, "ds_shape", parameter.shape))
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return what the drafter saves besides its trainable parameters."""
+        return {n: v for n, v in self._drafter.state_dict().items() if n not in self._named}
+
+    def _loss_scale_state(self) -> dict[str, float]:
+        if self._scaler is not None:
+            return self._scaler.state()
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        if scaler is None or not getattr(scaler, "dynamic", False):
+            return {}
+        good_steps = (scaler.cur_iter - scaler.last_overflow_iter - 1) % GROWTH_INTERVAL
+        return {"scale": float(scaler.cur_scale), "good_steps": float(good_steps)}
+
+    def import_state(self, state: TrainState) -> None:
+        """Take over a state that any engine exported."""
+        self._set_parameters({name: state.parameters[name] for name in self._named})
+        for name, buffer in self._buffers().items():
+            buffer.copy_(state.parameters[name])
+        if state.moments:
+            for entry in self._inner.state.values():
+                entry["step"].fill_(state.optimizer_step)
+            for name, parameter in self._named.items():
+                for key, value in checked_moments(state.moments, name, moment_keys(self._inner)).items():
+                    self._set_state(parameter, value, key)
+        self._set_loss_scale(state.loss_scale)
+
+    def _set_parameters(self, values: dict[str, torch.Tensor]) -> None:
+        """Set the fp32 masters and the parameters that the forward pass reads."""
+        for name, parameter in self._named.items():
+            if self._stage > 0:
+                self._set_state(parameter, values[name], None)
+            if self._stage == 3:  # noqa: PLR2004
+                with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    if self.ranks.is_first:
+                        parameter.data.copy_(values[name])
+            else:
+                parameter.data.copy_(values[name])
+
+    def _set_state(self, parameter: torch.nn.Parameter, value: torch.Tensor, key: str | None) -> None:
+        """Set a master (``key`` None) or a moment from its whole value."""
+        value, utils = value.to(self.ranks.device, torch.float32), self._deepspeed.utils
+        if self._stage == 0:
+            self._inner.state[parameter][key].copy_(value)
+        elif self._stage == 3:  # noqa: PLR2004
+            own = _own_part(parameter, value, self.ranks)
+            if key is None:
+                utils.safe_set_local_fp32_param(parameter, own)
+            else:
+                utils.safe_set_local_optimizer_state(parameter, own, key)
+        elif key is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+
+    def _create_moments(self) -> None:
+        """Create the optimiser's tensors and link DeepSpeed's views to them.
+
+        DeepSpeed would do so in the first step, and then link the first parameter group only (stages 1 and 2).
+        """
+        flat = getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", None)  # stage 3 empties its groups
+        if flat is None:
+            flat = [p for group in self._inner.param_groups for p in group["params"]]
+        for partition in flat:
+            step = torch.zeros((), device=partition.device)
+            self._inner.state[partition] = {"step": step, **{key: torch.zeros_like(partition.data) for key in MOMENTS}}
+        link = getattr(self._engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+        if link is not None:
+            link()
+
+    def _set_loss_scale(self, state: dict[str, float]) -> None:
+        if self._scaler is not None:
+            self._scaler.load(state)
+            return
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        if state and getattr(scaler, "dynamic", False):
+            scaler.cur_scale = state["scale"]
+            scaler.cur_iter = int(state["good_steps"])
+            scaler.last_overflow_iter = -1
+
+
+def _own_part(parameter: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return this rank's share of a parameter that ZeRO-3 splits evenly, the last share padded with zeros."""
+    size = parameter.partition_numel()
+    padded = whole.new_zeros(size * ranks.world_size)
+    padded[: whole.numel()] = whole.flatten()
+    return padded[size * ranks.rank : size * (ranks.rank + 1)]
+
+
+def deepspeed_config(engine: EngineConfig, optim: OptimConfig, world_size: int, num_parameters: int) -> dict[str, Any]:
+    """Return DeepSpeed's own configuration, as plain values."""
+    bucket = min(MAX_BUCKET_ELEMENTS, math.ceil(num_parameters / BUCKET_STEP) * BUCKET_STEP)
+    config: dict[str, Any] = {
+        "train_batch_size": engine.global_batch_size,
+        "train_micro_batch_size_per_gpu": engine.micro_batch_size,
+        "gradient_accumulation_steps": engine.global_batch_size // (engine.micro_batch_size * world_size),
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": optim.clip_norm if engine.zero_stage > 0 else 0.0,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": engine.zero_stage,
+            "overlap_comm": engine.zero_stage >= 2,  # noqa: PLR2004 - stage 1 reduces in step()
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+        "steps_per_print": None,
+    }
+    if engine.zero_stage > 0 and engine.precision == "bf16":
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    if engine.zero_stage > 0 and engine.precision == "fp16":
+        config["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": round(math.log2(engine.initial_loss_scale)),
+            "loss_scale_window": GROWTH_INTERVAL,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        }
+    return config
+
+
+def _refuse_unsupported(deepspeed: ModuleType, engine: EngineConfig, optim: OptimConfig) -> None:
+    """Say what DeepSpeed would say later and less clearly."""
+    if optim.name != "adamw":
+        raise ConfigError(
+            f"optim.name={optim.name} runs on the plain engine only; set optim.name=adamw or engine=plain"
+        )
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if engine.precision == "fp16" and engine.zero_stage > 0 and not accelerator.is_fp16_supported():
+        raise ConfigError(
+            f"engine.precision=fp16 with engine.zero_stage={engine.zero_stage}: DeepSpeed has no fp16 on this device; "
+            "use engine.precision=bf16, or engine.zero_stage=0"
+        )
