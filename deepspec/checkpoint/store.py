@@ -1,10 +1,10 @@
 """Checkpoints of a run: written whole or not at all, readable by any engine on any number of ranks.
 
-    checkpoints/
-      step-000500/ drafter.safetensors drafter.json   the drafter, as export and evaluation read it
-                   optimizer.safetensors              "<moment>/<parameter>"
-                   state.json                         counters, loss scale, size and CRC-32 of every file
-      latest                                          name of the newest folder
+checkpoints/
+  step-000500/ drafter.safetensors drafter.json   the drafter, as export and evaluation read it
+               optimizer.safetensors              "<moment>/<parameter>"
+               state.json                         counters, loss scale, size and CRC-32 of every file
+  latest                                          name of the newest folder
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from deepspec.checkpoint.atomic import TEMPORARY_SUFFIX, new_folder, write_json, write_text
@@ -62,7 +63,7 @@ class CheckpointStore:
     ) -> None:
         self.folder = folder
         self._drafter, self._config, self._info = drafter, config, info
-        self._fingerprints = fingerprints
+        self.fingerprints = fingerprints
         self._keep = keep
 
     def save(self, state: TrainState, progress: Progress) -> Path:
@@ -77,9 +78,7 @@ class CheckpointStore:
             with new_folder(path) as temporary:
                 self._write(temporary, state, progress)
             write_text(self.folder / POINTER, path.name + "\n")
-        except Exception as error:
-            if not isinstance(error, OSError) and "os error" not in str(error).lower():
-                raise
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             raise TrainingError(
                 f"checkpoint {path} could not be written: {error}; older checkpoints are intact. "
                 "Free some space or set paths.run to another disk, then run the same command again to resume"
@@ -88,9 +87,7 @@ class CheckpointStore:
         return path
 
     def _write(self, folder: Path, state: TrainState, progress: Progress) -> None:
-        save_drafter(
-            folder, self._drafter, self._config, self._info, step=progress.step, tensors=state.parameters
-        )
+        save_drafter(folder, self._drafter, self._config, self._info, step=progress.step, tensors=state.parameters)
         flat = {f"{key}/{name}": value for name, group in state.moments.items() for key, value in group.items()}
         save_file(flat, folder / OPTIMIZER, metadata={"format": "pt"})
         description = {
@@ -99,10 +96,20 @@ class CheckpointStore:
             "progress": asdict(progress),
             "optimizer_step": state.optimizer_step,
             "loss_scale": state.loss_scale,
-            "fingerprints": self._fingerprints,
+            "fingerprints": self.fingerprints,
             "files": {file.name: {"bytes": file.stat().st_size, "crc32": _crc32(file)} for file in folder.iterdir()},
         }
         write_json(folder / STATE, description)
+
+    def set_aside(self) -> None:
+        """Rename the folder when it holds checkpoints, so that the run starts anew and nothing is lost."""
+        if not self._folders():
+            return
+        number = 1
+        while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
+            number += 1
+        self.folder.rename(aside)
+        log.warning("older checkpoints were moved to %s", aside)
 
     def _prune(self) -> None:
         for folder in self._folders()[max(1, self._keep) :]:
@@ -110,6 +117,8 @@ class CheckpointStore:
 
     def _folders(self) -> list[Path]:
         """Return the checkpoint folders, newest first; temporary ones are not among them."""
+        if not self.folder.exists():
+            return []
         found = [p for p in self.folder.glob("step-*") if p.is_dir() and not p.name.endswith(TEMPORARY_SUFFIX)]
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
 
@@ -119,7 +128,7 @@ class CheckpointStore:
         Raises:
             PackageError: there are checkpoints, and every one of them is damaged.
         """
-        folders = self._folders() if self.folder.exists() else []
+        folders = self._folders()
         for position, folder in enumerate(folders):
             try:
                 _check(folder)
@@ -130,7 +139,7 @@ class CheckpointStore:
             return folder.name
         if folders:
             raise PackageError(
-                f"every checkpoint in {self.folder} is damaged; set train.resume=false with another paths.run to start anew"
+                f"every checkpoint in {self.folder} is damaged; start anew with train.resume=false"
             )
         return None
 

@@ -40,8 +40,8 @@ class Arguments:
 def parse(argv: list[str], groups: frozenset[str]) -> Arguments:
     """Sort a command line.
 
-    DeepSpeed's launcher appends ``--local_rank``, which Hydra's parser refuses: it is dropped. Plain ``key=value`` becomes
-    ``++key=value``, so that Hydra lets unknown keys through and ``resolve`` can report all of them at once.
+    DeepSpeed's launcher appends ``--local_rank``, which Hydra's parser refuses: it is dropped. Plain ``key=value``
+    becomes ``++key=value``, so that Hydra lets unknown keys through and ``resolve`` can report all of them at once.
 
     Raises:
         ConfigError: An option or a word that no command understands.

@@ -78,7 +78,7 @@ def build(cls: type, values: Any, path: str, problems: Problems, skip: tuple[str
     for name in values:
         if name not in hints:
             problems.unknown(_join(path, str(name)), tuple(_join(path, h) for h in hints) if path else ())
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     for item in (f for f in fields(cls) if f.name in hints):
         value = values.get(item.name, default_of(item))
         where = _join(path, item.name)

@@ -22,9 +22,9 @@ _HEAD = """# Every key
 
 Generated from `deepspec/config/schema.py` by `python -m deepspec.config.docs`; do not edit by hand.
 
-A key is set on the command line (`engine.micro_batch_size=4`), in a recipe, or in a group's file under `conf/`. A group's
-file is chosen by name (`engine=deepspeed`). "required" means that there is no default: the recipe, a group or the command
-line gives the value. `--cfg job` prints the values a command would use."""
+A key is set on the command line (`engine.micro_batch_size=4`), in a recipe, or in a group's file under `conf/`. A
+group's file is chosen by name (`engine=deepspeed`). "required" means that there is no default: the recipe, a group or
+the command line gives the value. `--cfg job` prints the values a command would use."""
 
 
 def config_markdown() -> str:
@@ -58,7 +58,9 @@ def _drafter(choice: str) -> list[str]:
 
 def _command(cls: type) -> str:
     own = [name for name in type_hints(cls) if name != "config"]
-    return _table(cls, only=own) + "\n\nAll other keys come from the run's `config.yaml` and can be overridden one by one."
+    return (
+        _table(cls, only=own) + "\n\nAll other keys come from the run's `config.yaml` and can be overridden one by one."
+    )
 
 
 def _table(cls: type, prefix: str = "", only: list[str] | None = None) -> str:
@@ -67,7 +69,9 @@ def _table(cls: type, prefix: str = "", only: list[str] | None = None) -> str:
     for item in fields(cls):
         if only is None or item.name in only:
             cells = [f"`{prefix}{item.name}`", describe(hints[item.name]), _default(default_of(item))]
-            rows.append("| " + " | ".join([*(_escape(c) for c in cells), _escape(item.metadata.get("help", ""))]) + " |")
+            rows.append(
+                "| " + " | ".join([*(_escape(c) for c in cells), _escape(item.metadata.get("help", ""))]) + " |"
+            )
     return "\n".join(rows)
 
 

@@ -69,7 +69,8 @@ def report(run: RunConfig, found: Estimate) -> str:
         "",
         *_table("disk", found.disk),
         "",
-        f"time     {found.steps:,} optimiser steps, about {found.hours:,.1f} hours at plan.tflops={run.plan.tflops:g} a rank",
+        f"time     {found.steps:,} optimiser steps, about {found.hours:,.1f} hours "
+        f"at plan.tflops={run.plan.tflops:g} a rank",
         "         " + ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items()),
         "",
         "assumed  " + "; ".join(found.assumptions),

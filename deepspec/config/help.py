@@ -27,7 +27,7 @@ _HYDRA = """Settings are written key=value; every key is explained in docs/confi
 def help_text(main: Callable[..., object], config_name: str) -> str:
     """Return the help of a command; its module's docstring says what it does and how to call it."""
     module = sys.modules[main.__module__]
-    parts = [inspect.cleandoc(module.__doc__ or "")]
+    parts = [text for doc in (module.__doc__, main.__doc__) if (text := inspect.cleandoc(doc or ""))]
     if config_name == "config":
         parts += [_recipes(), _groups()]
     return "\n\n".join([*parts, _HYDRA, _CODES])

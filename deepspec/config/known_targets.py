@@ -109,4 +109,6 @@ def _from_config(config: dict[str, Any], path: str) -> TargetShape:
             expert_size=int(config.get("moe_intermediate_size") or 0),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"target.path={path}: its config.json does not say {error}: {json.dumps(config)[:80]}") from error
+        raise ConfigError(
+            f"target.path={path}: its config.json does not say {error}: {json.dumps(config)[:80]}"
+        ) from error

@@ -47,4 +47,4 @@ def groups(conf: Path) -> list[str]:
 
 def _unknown_choice(group: str, name: str, conf: Path) -> str:
     offered = choices(group, conf)
-    return f"{group}={name}: no such choice{near(name, offered)}; there {'is' if len(offered) == 1 else 'are'} {', '.join(offered)}"
+    return f"{group}={name}: no such choice{near(name, offered)}; choose one of {', '.join(offered)}"

@@ -151,7 +151,8 @@ def _local_target(run: RunConfig) -> Iterator[str]:
     """Check ids against the config.json of a target that is already on this machine."""
     config = local_target_config(run.target.path)
     layers, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
-    mask, ids = getattr(run.target, "mask_token_id", None), getattr(run.target, "target_layer_ids", "auto")
+    mask = getattr(run.target, "mask_token_id", None)
+    ids: Any = getattr(run.target, "target_layer_ids", "auto")
     if isinstance(vocab, int) and mask is not None and mask >= vocab:
         yield f"target.mask_token_id={mask}: must be below the target's vocabulary size {vocab}"
     if isinstance(layers, int) and ids != "auto" and not list(_layer_ids(run)):

@@ -140,7 +140,9 @@ def newest_drafter(run: Path) -> Path:
     try:
         name = pointer.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise PackageError(f"{run} holds no checkpoint ({pointer} cannot be read); train first, or check run=") from error
+        raise PackageError(
+            f"{run} holds no checkpoint ({pointer} cannot be read); train first, or check run="
+        ) from error
     if "/" in name or name in {"", ".", ".."}:
         raise PackageError(f"{pointer} names {name!r}, which is not a folder beside it")
     return pointer.parent / name
@@ -157,7 +159,9 @@ def _dataclass(kind: type[T], description: Mapping[str, Any], name: str, folder:
     section = _field(description, name, folder)
     known = {f.name: f for f in fields(kind)}
     unknown = sorted(set(section) - set(known))
-    missing = [n for n, f in known.items() if n not in section and f.default is MISSING and f.default_factory is MISSING]
+    missing = [
+        n for n, f in known.items() if n not in section and f.default is MISSING and f.default_factory is MISSING
+    ]
     if unknown or missing:
         raise PackageError(f"{folder / DESCRIPTION}: section {name} has unknown keys {unknown} and lacks {missing}")
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in section.items()})

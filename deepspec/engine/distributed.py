@@ -7,6 +7,7 @@ Any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from deepspec.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from deepspec.config.schema import EngineConfig
 
@@ -60,7 +61,6 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-
     def first_then_all(self, make: Callable[[], T]) -> T:
         """Let the first rank ``make`` something that it leaves in a cache, then every other rank."""
         result: T | None = None
@@ -73,6 +73,15 @@ class Ranks:
         if self.any(error is not None):
             raise error or TrainingError("the first rank failed; see its message")
         return make() if result is None else result
+
+
+@contextmanager
+def joined_ranks(config: EngineConfig) -> Iterator[Ranks]:
+    """Join the process group for the length of a block; a rank that fails leaves at once, so that others notice."""
+    ranks = start_ranks(config)
+    yield ranks
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def start_ranks(config: EngineConfig) -> Ranks:
@@ -114,9 +123,3 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def stop_ranks() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

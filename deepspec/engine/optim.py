@@ -96,7 +96,7 @@ def checked_moments(
     missing = [key for key in keys if key not in found]
     if missing:
         raise ConfigError(
-            f"the checkpoint has {sorted(found)} for parameter {name}, this optimiser needs {missing}: optim.name differs "
-            "from the run that wrote it; set it back, or start anew with train.resume=false"
+            f"the checkpoint has {sorted(found)} for parameter {name}, this optimiser needs {missing}: "
+            "optim.name differs from the run that wrote it; set it back, or start anew with train.resume=false"
         )
     return {key: found[key] for key in keys}

@@ -79,7 +79,9 @@ class PlainEngine:
                 }
                 steps.append(int(state.get("step", 0)))
         return TrainState(
-            parameters={n: p.detach().to("cpu", torch.float32, copy=True) for n, p in self._drafter.state_dict().items()},
+            parameters={
+                n: p.detach().to("cpu", torch.float32, copy=True) for n, p in self._drafter.state_dict().items()
+            },
             moments=moments,
             optimizer_step=max(steps),
             loss_scale=self._scaler.state() if self._scaler is not None else {},
@@ -115,4 +117,3 @@ def _buckets(grads: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
             bucket, size = [], 0
     if bucket:
         yield bucket
-

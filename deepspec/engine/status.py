@@ -1,4 +1,4 @@
-"""``status.json``: what became of a run. Launchers replace exit codes, so scripts read this file."""
+"""``status.json``: what became of a run. Launchers replace exit codes, so the launch scripts read this file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from deepspec.checkpoint.atomic import write_json
-from deepspec.errors import DeepSpecError, Interrupted
+from deepspec.errors import EXIT_FAILURE, EXIT_OK, DeepSpecError, Interrupted
 from deepspec.log import get_logger, rank
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def recorded_status(run: Path) -> Iterator[None]:
         yield
     except Interrupted as stop:
         if rank() == 0:
-            _write(run, "interrupted", str(stop), started)
+            _write(run, "interrupted", str(stop), started, stop.exit_code)
         raise
     except BaseException as error:
         _record_failure(run, error, started)
         raise
     if rank() == 0:
-        _write(run, "finished", "", started)
+        _write(run, "finished", "", started, EXIT_OK)
 
 
 def _record_failure(run: Path, error: BaseException, started: float) -> None:
@@ -45,7 +45,8 @@ def _record_failure(run: Path, error: BaseException, started: float) -> None:
     try:
         if _is_failed(run, started):
             return
-        _write(run, "failed", reason if rank() == 0 else f"rank {rank()}: {reason}", started)
+        code = error.exit_code if isinstance(error, DeepSpecError) else EXIT_FAILURE
+        _write(run, "failed", reason if rank() == 0 else f"rank {rank()}: {reason}", started, code)
     except OSError as problem:
         log.error("status.json could not be written: %s", problem)
 
@@ -59,6 +60,7 @@ def _is_failed(run: Path, started: float) -> bool:
     return status.get("status") == "failed" and float(status.get("time", 0)) >= started - 60
 
 
-def _write(run: Path, status: str, reason: str, started: float) -> None:
-    value = {"version": 1, "status": status, "reason": reason, "started": started, "time": time.time()}
-    write_json(run / "status.json", value | {"pid": os.getpid(), "rank": rank()})
+def _write(run: Path, status: str, reason: str, started: float, exit_code: int | None = None) -> None:
+    value = {"version": 1, "status": status, "reason": reason, "exit_code": exit_code}
+    times = {"started": started, "time": time.time(), "pid": os.getpid(), "rank": rank()}
+    write_json(run / "status.json", value | times)

@@ -67,7 +67,9 @@ class Wandb:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("tracker=wandb needs the package wandb: pip install wandb, or set tracker=none") from error
+            raise ConfigError(
+                "tracker=wandb needs the package wandb: pip install wandb, or set tracker=none"
+            ) from error
         identity = folder / "wandb-id.txt"
         run_id = identity.read_text(encoding="utf-8").strip() if identity.exists() else wandb.util.generate_id()
         try:

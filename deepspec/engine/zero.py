@@ -12,11 +12,13 @@ What it takes to equal the plain twin:
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
 import sys
 import warnings
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,7 @@ from deepspec.engine.base import DTYPES, LossModule, StepInfo
 from deepspec.engine.optim import checked_moments, make_adamw, moment_keys, parameter_groups, set_lr
 from deepspec.engine.update import GROWTH_INTERVAL, LossScaler, Update, gradient_of
 from deepspec.errors import ConfigError
+from deepspec.log import get_logger
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -35,7 +38,10 @@ if TYPE_CHECKING:
     from deepspec.drafters.base import Drafter
     from deepspec.engine.distributed import Ranks
 
-MAX_BUCKET_ELEMENTS = 2 * 10**8
+log = get_logger(__name__)
+
+MAX_BUCKET_ELEMENTS = 1 << 27
+BUCKET_STEP = 1 << 10  # DeepSpeed wants even sizes
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -55,7 +61,9 @@ def import_deepspeed(ranks: Ranks) -> ModuleType:
         ) from error
     # On the CPU DeepSpeed would compile a shared-memory all-reduce at start-up, which needs a compiler and minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")  # DeepSpeed's calls, every step
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"torch\.distributed\."
+    )  # DeepSpeed's calls, every step
     logger = deepspeed.utils.logger
     logger.setLevel(logging.WARNING)
     for handler in logger.handlers:
@@ -93,12 +101,13 @@ class ZeroEngine:
         if engine.precision == "fp16" and self._stage == 0:
             self._scaler = LossScaler(engine.initial_loss_scale, ranks.device)
         self._inner = self._make_optimizer(optim)
-        self._engine, *_ = self._deepspeed.initialize(
-            model=module,
-            optimizer=self._inner,
-            config=deepspeed_config(engine, optim, ranks.world_size, sum(p.numel() for p in masters.values())),
-            dist_init_required=False,
-        )
+        with redirect_stdout(sys.stderr if log.isEnabledFor(logging.DEBUG) else io.StringIO()):  # it prints what belongs into a log
+            self._engine, *_ = self._deepspeed.initialize(
+                model=module,
+                optimizer=self._inner,
+                config=deepspeed_config(engine, optim, ranks.world_size, sum(p.numel() for p in masters.values())),
+                dist_init_required=False,
+            )
         self._named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
@@ -256,7 +265,7 @@ def _own_part(parameter: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor
 
 def deepspeed_config(engine: EngineConfig, optim: OptimConfig, world_size: int, num_parameters: int) -> dict[str, Any]:
     """Return DeepSpeed's own configuration, as plain values."""
-    bucket = max(1, min(MAX_BUCKET_ELEMENTS, num_parameters))
+    bucket = min(MAX_BUCKET_ELEMENTS, math.ceil(num_parameters / BUCKET_STEP) * BUCKET_STEP)
     config: dict[str, Any] = {
         "train_batch_size": engine.global_batch_size,
         "train_micro_batch_size_per_gpu": engine.micro_batch_size,
@@ -291,7 +300,9 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, world_size: int, 
 def _refuse_unsupported(deepspeed: ModuleType, engine: EngineConfig, optim: OptimConfig) -> None:
     """Say what DeepSpeed would say later and less clearly."""
     if optim.name != "adamw":
-        raise ConfigError(f"optim.name={optim.name} runs on the plain engine only; set optim.name=adamw or engine=plain")
+        raise ConfigError(
+            f"optim.name={optim.name} runs on the plain engine only; set optim.name=adamw or engine=plain"
+        )
     accelerator = deepspeed.accelerator.get_accelerator()
     if engine.precision == "fp16" and engine.zero_stage > 0 and not accelerator.is_fp16_supported():
         raise ConfigError(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 SIZE_HEAD = ("part", "parameters", "16-bit", "package", "saved")
 VERIFICATION_NOTE = """Both drafters, the trained one in fp32 and this package as reloaded from disk, drafted for
-the same target, prompts and tokens. The accepted length is pooled over rounds; rounds cut by the end of the text are left out.
-The total variation between the two drafters' distributions bounds the change of a slot's acceptance.
+the same target, prompts and tokens. The accepted length is pooled over rounds; rounds cut by the end of the text are
+left out. The total variation between the two drafters' distributions bounds the change of a slot's acceptance.
 """
 VERIFY_HEAD = ("", "trained drafter", "package", "change")
 

@@ -77,4 +77,4 @@ def _row(size: PartSize) -> tuple[str, ...]:
 
 def mebibytes(size: int) -> str:
     """Write a number of bytes for people."""
-    return f"{size / 2**20:.2f} MiB" if size >= 2**20 // 10 else f"{size / 2**10:.2f} KiB"
+    return f"{size / 2**20:.2f} MiB" if size >= 2**20 else f"{size / 2**10:.2f} KiB"

@@ -172,7 +172,7 @@ def verification_rows(verification: Verification) -> list[tuple[str, ...]]:
     """Return the table's rows: what, before, after, change."""
     rows: list[tuple[str, ...]] = []
     if (lengths := verification.lengths) is not None:
-        change = f"{-lengths.loss:+.2%}"
+        change = f"{lengths.after / lengths.before - 1:+.2%}"
         name = f"accepted length, {lengths.prompts} prompts"
         rows.append((name, f"{lengths.before:.3f}", f"{lengths.after:.3f}", change))
         rows.append(("rounds", str(lengths.rounds_before), str(lengths.rounds_after), ""))

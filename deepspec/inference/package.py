@@ -70,10 +70,10 @@ def load_package(
     check_files(folder)
     config = read_config(folder)
     check_target(config, target, allow_other_target)
-    drafter_config = _drafter_config(config, trusted_drafters)
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as weights:
             check_header(config, weights.metadata() or {}, folder / WEIGHTS)
+            drafter_config = _drafter_config(config, trusted_drafters)
             check_tensors(config, drafter_config, {name: _kind(weights.get_slice(name)) for name in weights.keys()})
             tensors = {name: weights.get_tensor(name) for name in weights.keys()}
     except (OSError, SafetensorError) as error:

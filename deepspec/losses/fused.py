@@ -12,8 +12,8 @@ Rows that overlap in time ask for the same target position. Rows are sorted by i
 formed once for each distinct position and no two chunks share one.
 
 Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
-the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of the
-target's logits are then common to both distributions and cancel in q - p.
+the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of
+the target's logits are then common to both distributions and cancel in q - p.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class _Scan:
         self.ce[rows] = top - q.amax(-1).log() - label_logit  # log sum exp z = max z - log max q
         d = torch.index_select(p, 0, judge, out=z)
         d.sub_(q)  # p - q
-        self.l1[rows] = torch.linalg.vector_norm(d, ord=1, dim=-1)
+        self.l1[rows] = torch.abs(d, out=y).sum(-1)  # a sum is pairwise; a vector norm would lose digits over a large V
         if self.with_grad:
-            self._gradient(rows, q, d.sign_(), slope)
+            self._gradient(rows, q, torch.mul(q, d.sign_(), out=y), slope)
 
     def _logits(self, rows: slice, targets: slice, judge: Tensor, z: Tensor, target_logits: Tensor) -> Tensor | None:
         """Fill ``z`` [n, V] with the draft's and ``target_logits`` [u, V] with the target's logits.
@@ -172,19 +172,19 @@ class _Scan:
             z.addmm_(self.markov[rows], self.w2.t())
         return slope
 
-    def _gradient(self, rows: slice, q: Tensor, against: Tensor, slope: Tensor | None) -> None:
-        """Turn ``against`` = sign(p - q) [n, V] into d loss / dz and push it through head and Markov matrix."""
+    def _gradient(self, rows: slice, q: Tensor, grad: Tensor, slope: Tensor | None) -> None:
+        """Turn ``grad`` = q * sign(p - q) [n, V] into d loss / dz and push it through head and Markov matrix."""
         task, weights = self.task, self.weights[rows, None]
-        mean = torch.bmm(q[:, None], against[:, :, None])[:, 0]  # <q, sign(p - q)> [n, 1]
-        against.mul_(-task.l1 * weights).add_(weights * (task.ce + task.l1 * mean)).mul_(q)
-        against.scatter_add_(1, self.labels[rows, None], -task.ce * weights)
+        mean = grad.sum(-1, keepdim=True)  # <q, sign(p - q)>
+        grad.mul_(-task.l1 * weights).add_(q.mul_(weights * (task.ce + task.l1 * mean)))
+        grad.scatter_add_(1, self.labels[rows, None], -task.ce * weights)
         if self.markov is not None and self.w2 is not None:
-            torch.mm(against, self.w2, out=self.grad_markov[rows])
-            self.grad_w2.addmm_(against.t(), self.markov[rows])
+            torch.mm(grad, self.w2, out=self.grad_markov[rows])
+            self.grad_w2.addmm_(grad.t(), self.markov[rows])
         if slope is not None:
-            against.mul_(slope)
-        low = task.mode == "common_mode" or (against.is_cuda and self.hidden.dtype == task.head.weight.dtype)
-        back_project(against, task.head.weight, self.grad_hidden[rows], in_weight_precision=low)
+            grad.mul_(slope)
+        low = task.mode == "common_mode" or (grad.is_cuda and self.hidden.dtype == task.head.weight.dtype)
+        back_project(grad, task.head.weight, self.grad_hidden[rows], in_weight_precision=low)
         if task.head.logit_scale != 1.0:
             self.grad_hidden[rows].mul_(task.head.logit_scale)
 

@@ -67,5 +67,6 @@ def _frequencies(parameters: dict[str, object], head_dim: int, max_position: int
         max_position_embeddings=max_position,
         rope_parameters=parameters,
     )
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    with torch.device("cpu"):  # also where the drafter's shapes alone are built, on the meta device
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     return frequencies.float(), float(scaling)

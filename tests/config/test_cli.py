@@ -147,6 +147,7 @@ def raising(error: BaseException) -> Callable[[Any], None]:
         (DataError("a.jsonl:3: no messages"), 2, "a.jsonl:3"),
         (TrainingError("loss is NaN"), 1, "loss is NaN"),
         (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 1, "the disk is full (runs/x)"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), 1, "the disk is full"),
         (KeyboardInterrupt(), 1, "stopped from the keyboard"),
         (ZeroDivisionError("surprise"), 1, "ZeroDivisionError: surprise"),
     ],

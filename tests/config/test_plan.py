@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,12 @@ def test_the_drafters_parameters_are_counted_exactly(run: RunConfig) -> None:
 def test_zero_stages_shard_what_they_should(run: RunConfig) -> None:
     n = estimate(run).drafter_parameters
     names = ("drafter, weights", "drafter, gradients", "drafter, fp32 masters and Adam moments")
-    expected = {0: (2 * n, 4 * n, 12 * n), 1: (2 * n, 4 * n, 6 * n), 2: (2 * n, 2 * n, 6 * n), 3: (n, 2 * n, 6 * n)}
+    expected: dict[Any, tuple[int, ...]] = {
+        0: (2 * n, 4 * n, 12 * n),
+        1: (2 * n, 4 * n, 6 * n),
+        2: (2 * n, 2 * n, 6 * n),
+        3: (n, 2 * n, 6 * n),
+    }
     for stage, sizes in expected.items():
         memory = estimate(replace(run, engine=replace(run.engine, zero_stage=stage))).memory
         assert tuple(memory[name] for name in names) == sizes
@@ -65,7 +71,9 @@ def test_the_report_names_its_assumptions(run: RunConfig) -> None:
     assert "plan.tflops" in text and "memory of one rank (2 in all)" in text and "together" in text
 
 
-@pytest.mark.parametrize(("name", "millions"), [("Qwen/Qwen3-4B", 4022), ("Qwen/Qwen3-8B", 8191), ("Qwen/Qwen3-14B", 14768)])
+@pytest.mark.parametrize(
+    ("name", "millions"), [("Qwen/Qwen3-4B", 4022), ("Qwen/Qwen3-8B", 8191), ("Qwen/Qwen3-14B", 14768)]
+)
 def test_known_targets_have_their_published_size(name: str, millions: int) -> None:
     assert target_shape(name).parameters / 1e6 == pytest.approx(millions, rel=1e-3)
 

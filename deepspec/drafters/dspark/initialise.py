@@ -8,7 +8,8 @@ folded in:
   norms of the drafter take the geometric mean of the copied ones, and each layer's projections take up the difference;
   as a function of the normalised state nothing changes.
 - The drafter normalises the heads of queries and keys. For a target that does not, the norm's weight is the typical
-  length that the target's heads have, judged from its projections as if the normalised state had equal spread.
+  root mean square of the target's heads, measured on tokens spread evenly over its vocabulary. (From the weights alone,
+  as if states had equal spread, the products come out at less than half their size: real states share a strong mean.)
 - Scales that a family puts elsewhere (attention scale, residual multiplier) move into the weights.
 
 Norms are read by what they do to a vector of alternating signs, which also covers weights stored as w - 1.
@@ -22,11 +23,14 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from deepspec.drafters.dspark.model import DSparkDrafter
     from deepspec.nn.block import ContextAttention, DrafterLayer
 
+PROBE_TOKENS = 64
 INTERLEAVED_ROPE = ("cohere", "cohere2")  # these turn channels (2i, 2i+1) together, the drafter (i, i + Dh/2)
 
 
@@ -40,9 +44,10 @@ def initialise_from(drafter: DSparkDrafter, target_model: nn.Module) -> list[str
     sources = list(stack)[-len(layers) :]
     shared = _shared_input_norm(drafter, sources)
     interleaved = getattr(getattr(target_model, "config", None), "model_type", "") in INTERLEAVED_ROPE
+    states = _normed_inputs(target_model, sources, drafter.target.vocab_size)
     lines = []
     for index, (layer, source) in enumerate(zip(layers, sources, strict=True)):
-        taken = _copy_layer(layer, source, shared, interleaved=interleaved)
+        taken = _copy_layer(layer, source, shared, states.get(index), interleaved=interleaved)
         lines.append(f"layers.{index} from the target's layer {len(stack) - len(layers) + index}: {', '.join(taken)}")
     drafter.hidden_norm.weight.copy_(shared)
     lines.append(_copy_final_norm(drafter, parent))
@@ -81,7 +86,30 @@ def _shared_input_norm(drafter: DSparkDrafter, sources: list[nn.Module]) -> Tens
     return known.clamp(min=floor).log().mean(0).exp()
 
 
-def _copy_layer(layer: DrafterLayer, source: nn.Module, shared: Tensor, *, interleaved: bool) -> list[str]:
+def _normed_inputs(target_model: nn.Module, sources: list[nn.Module], vocab_size: int) -> dict[int, Tensor]:
+    """Return the states [n, D] that each layer's projections read, by running the target on a few tokens."""
+    caught: dict[int, Tensor] = {}
+
+    def catch(index: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+            caught[index] = output[0].float().cpu()
+
+        return hook
+
+    norms = [(i, norm) for i, source in enumerate(sources) if (norm := getattr(source, "input_layernorm", None))]
+    handles = [norm.register_forward_hook(catch(i)) for i, norm in norms]
+    try:
+        ids = torch.linspace(0, vocab_size - 1, PROBE_TOKENS).long()[None]
+        target_model(input_ids=ids.to(next(target_model.parameters()).device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return caught
+
+
+def _copy_layer(
+    layer: DrafterLayer, source: nn.Module, shared: Tensor, states: Tensor | None, *, interleaved: bool
+) -> list[str]:
     """Fill one layer and say in a few words what was taken and what was not."""
     width = shared.shape[0]
     own = norm_weight(getattr(source, "input_layernorm", None), width)
@@ -93,7 +121,8 @@ def _copy_layer(layer: DrafterLayer, source: nn.Module, shared: Tensor, *, inter
     if second is not None:
         layer.post_attention_layernorm.weight.copy_(second)
     residual = float(getattr(source, "residual_multiplier", 1.0))
-    said += _copy_attention(layer.self_attn, source.get_submodule("self_attn"), ratio, shared, residual, interleaved)
+    said += _copy_attention(layer.self_attn, source.get_submodule("self_attn"), ratio, residual, interleaved)
+    said += _head_norms(layer.self_attn, source.get_submodule("self_attn"), states)
     said += _copy_mlp(layer, source.get_submodule("mlp"), residual)
     if before_mlp is not None:
         said.append("the norms after attention and MLP have no place")
@@ -101,46 +130,54 @@ def _copy_layer(layer: DrafterLayer, source: nn.Module, shared: Tensor, *, inter
 
 
 def _copy_attention(
-    attention: ContextAttention, source: nn.Module, ratio: Tensor, shared: Tensor, residual: float, interleaved: bool
+    attention: ContextAttention, source: nn.Module, ratio: Tensor, residual: float, interleaved: bool
 ) -> list[str]:
-    """Copy the projections and choose the weights of the head norms."""
-    heads, groups = (linear.weight.shape[0] for linear in (attention.q_proj, attention.k_proj))
-    fused = _weight(source, "qkv_proj")
-    query: Tensor | None
-    key: Tensor | None
-    value: Tensor | None
-    if fused is not None and fused.shape[0] == heads + 2 * groups:
-        query, key, value = fused.split((heads, groups, groups))
-    else:
-        query, key, value = (_weight(source, f"{name}_proj") for name in "qkv")
+    """Copy the projections; ``ratio`` [D] is what their inputs were scaled by before and are no longer."""
+    query, key, value = _query_key_value(attention, source)
     linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     pairs = _fitting(linears, (query, key, value, _weight(source, "o_proj")))
     if not pairs:
         return ["attention stays random (other shape)"]
-    for (linear, weight), factor in zip(pairs, (ratio, ratio, ratio, residual), strict=True):
+    factors = (ratio, ratio, ratio, torch.tensor(residual))
+    for (linear, weight), factor in zip(pairs, factors, strict=True):
         turned = interleaved and linear in (attention.q_proj, attention.k_proj)
         linear.weight.copy_((_uninterleave(weight, attention.head_dim) if turned else weight) * factor)
-    said = ["attention"] + (["its biases dropped"] if _has_bias(source) else [])
-    return said + _head_norms(attention, source, shared)
+    return ["attention", "its biases dropped"] if _has_bias(source) else ["attention"]
 
 
-def _head_norms(attention: ContextAttention, source: nn.Module, shared: Tensor) -> list[str]:
+def _query_key_value(
+    attention: ContextAttention, source: nn.Module
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the target's projections, cut apart where it keeps them in one matrix."""
+    rows, group_rows = attention.q_proj.out_features, attention.k_proj.out_features
+    fused = _weight(source, "qkv_proj")
+    if fused is not None and fused.shape[0] == rows + 2 * group_rows:
+        query, key, value = fused.split((rows, group_rows, group_rows))
+        return query, key, value
+    return _weight(source, "q_proj"), _weight(source, "k_proj"), _weight(source, "v_proj")
+
+
+def _head_norms(attention: ContextAttention, source: nn.Module, states: Tensor | None) -> list[str]:
     """Copy q_norm and k_norm, or set them so that query-key products keep the target's scale."""
     width = attention.head_dim
     scale = float(getattr(source, "scaling", width**-0.5)) * width**0.5  # the drafter divides by sqrt(Dh)
     query, key = (norm_weight(getattr(source, name, None), width) for name in ("q_norm", "k_norm"))
     said = []
     if query is None or key is None:
-        query, key = (_typical_length(linear.weight, shared) for linear in (attention.q_proj, attention.k_proj))
-        said = ["head norms from the scale of its projections"]
+        weights = _query_key_value(attention, source)[:2]
+        if states is None or any(w is None or w.shape[1] != states.shape[1] for w in weights):
+            return ["head norms stay at one"]
+        query, key = (_typical_rms(states, weight, width) for weight in weights if weight is not None)
+        said = ["head norms from the size of its queries and keys"]
     attention.q_norm.weight.copy_(query * scale)
     attention.k_norm.weight.copy_(key)
     return said
 
 
-def _typical_length(projection: Tensor, shared: Tensor) -> Tensor:
-    """Return the root mean square of a projected state whose normalised channels have unit variance."""
-    return (projection * shared).square().sum(1).mean().sqrt()
+def _typical_rms(states: Tensor, projection: Tensor, head_dim: int) -> Tensor:
+    """Return the median root mean square of the heads of projected ``states`` [n, D]."""
+    heads = (states @ projection.t()).view(-1, head_dim)
+    return heads.square().mean(-1).sqrt().median()
 
 
 def _copy_mlp(layer: DrafterLayer, source: nn.Module, residual: float) -> list[str]:

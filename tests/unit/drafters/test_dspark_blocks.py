@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,8 @@ def test_packing_padding_and_splitting_give_the_same_sums_and_gradients(backend:
 
     expected = run([first, second])
     padded = [_padded(first, 40, 4), _padded(second, 40, 4)]
-    rows = Batch(**{n: torch.cat((getattr(padded[0][0], n), getattr(padded[1][0], n))) for n in FIELDS})
+    joined: dict[str, Any] = {n: torch.cat((getattr(padded[0][0], n), getattr(padded[1][0], n))) for n in FIELDS}
+    rows = Batch(**joined)
     features = Features(
         torch.cat((padded[0][1].hidden, padded[1][1].hidden)),
         torch.cat((padded[0][1].last_hidden, padded[1][1].last_hidden)),
@@ -193,7 +195,7 @@ def test_a_batch_without_a_slot_gives_zero_sums_and_zero_gradients() -> None:
 
 
 def test_drafting_far_beyond_the_training_length() -> None:
-    """Positions are unbounded: a context that starts at 4000 drafts as one at 0 does, as rotary positions are relative."""
+    """Positions are unbounded: a context that starts at 4000 drafts as one at 0, rotary positions being relative."""
     model = drafter().double()
     model.bind(model.head.to(dtype=torch.float64))
     batch, features = row(24, [12])
