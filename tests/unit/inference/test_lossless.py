@@ -1,8 +1,8 @@
 """Sampled output is distributed as the target's own, and this test would notice if it were not.
 
-A hundred thousand independent chains are decoded side by side by the decoder's own sampler and acceptance rule,
-until each has two new tokens; the 64 pairs are compared with their exact probabilities. Faults are planted by editing the source
-of the rule, so that everything else stays the same.
+A hundred thousand independent chains are decoded side by side by the decoder's own sampler and acceptance rule, until
+each has two new tokens; the 64 pairs are compared with their exact probabilities. Faults are planted by editing the
+source of the rule, so that everything else stays the same.
 """
 
 from __future__ import annotations
