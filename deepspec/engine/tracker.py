@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deepspec.checkpoint.atomic import write_text
@@ -71,7 +72,7 @@ class Wandb:
                 "tracker=wandb needs the package wandb: pip install wandb, or set tracker=none"
             ) from error
         identity = folder / "wandb-id.txt"
-        run_id = identity.read_text(encoding="utf-8").strip() if identity.exists() else wandb.util.generate_id()
+        run_id = identity.read_text(encoding="utf-8").strip() if identity.exists() else secrets.token_hex(4)
         try:
             self._run = wandb.init(
                 project=config.project,

@@ -90,9 +90,10 @@ class ZeroEngine:
 
     def __init__(self, drafter: Drafter, *, ranks: Ranks, engine: EngineConfig, optim: OptimConfig) -> None:
         self.ranks = ranks
+        _refuse_other_optimisers(optim)
         self._deepspeed = import_deepspeed(ranks)
+        _refuse_missing_fp16(self._deepspeed, engine)
         self._stage = engine.zero_stage
-        _refuse_unsupported(self._deepspeed, engine, optim)
         masters = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in drafter.named_parameters()}
         self._drafter = drafter.to(ranks.device)
         dtype = DTYPES[engine.precision]
@@ -297,14 +298,15 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, world_size: int, 
     return config
 
 
-def _refuse_unsupported(deepspeed: ModuleType, engine: EngineConfig, optim: OptimConfig) -> None:
-    """Say what DeepSpeed would say later and less clearly."""
+def _refuse_other_optimisers(optim: OptimConfig) -> None:
     if optim.name != "adamw":
-        raise ConfigError(
-            f"optim.name={optim.name} runs on the plain engine only; set optim.name=adamw or engine=plain"
-        )
-    accelerator = deepspeed.accelerator.get_accelerator()
-    if engine.precision == "fp16" and engine.zero_stage > 0 and not accelerator.is_fp16_supported():
+        raise ConfigError(f"optim.name={optim.name} runs on the plain engine only; set optim=adamw or engine=plain")
+
+
+def _refuse_missing_fp16(deepspeed: ModuleType, engine: EngineConfig) -> None:
+    """Say what DeepSpeed would say later and less clearly."""
+    supported = deepspeed.accelerator.get_accelerator().is_fp16_supported()
+    if engine.precision == "fp16" and engine.zero_stage > 0 and not supported:
         raise ConfigError(
             f"engine.precision=fp16 with engine.zero_stage={engine.zero_stage}: DeepSpeed has no fp16 on this device; "
             "use engine.precision=bf16, or engine.zero_stage=0"

@@ -45,7 +45,8 @@ class LosslessReport:
 
 def compare_greedy(target: DecodingTarget, plain: Sequence[Decoded], other: Sequence[Decoded]) -> LosslessReport:
     """Compare two greedy decodings of the same prompts."""
-    ties, differing = [], []
+    ties: list[Divergence] = []
+    differing: list[Divergence] = []
     for one, two in zip(plain, other, strict=True):
         found = _divergence(target, one, two)
         if found is not None:

@@ -129,7 +129,7 @@ def _picture(path: Path, scores: Scores) -> Path | None:
         label = f"{name.replace('$', chr(92) + '$')}: {acceptance.per_round.value:.2f}"
         axes.plot(slots, [p.rate for p in acceptance.positions], marker="o", label=label)
     axes.set(xlabel="slot of the block", ylabel="share kept, given all before", ylim=(0, 1))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(range(1, 1 + max((len(a.positions) for a in scores.acceptance.values()), default=0)))
     axes.legend(title="accepted length per round")
     temporary = path.with_name(path.name + ".part")
     figure.savefig(temporary, format="png", dpi=120)

@@ -45,8 +45,8 @@ def notes(scores: Scores) -> list[str]:
     said = [
         f"Expected accepted length when sampling at temperature 1 along the same texts: {scores.expected_length:.2f}",
         "Slot n: share of drafted tokens kept at place n of a block, given that all before were. Accepted length "
-        "counts tokens per forward pass of the target; rounds cut by the end of a text count as they are, except in the "
-        "column without them, which follows from the slots.",
+        "counts tokens per forward pass of the target; rounds cut by the end of a text count as they are, except in "
+        "the column without them, which follows from the slots.",
     ]
     if scores.gain is not None:
         said.append(f"Accepted length above prompt lookup, paired by prompt: {scores.gain}")
@@ -61,8 +61,8 @@ def notes(scores: Scores) -> list[str]:
 
 
 def _acceptance(scores: Scores) -> Table:
-    slots = [f"slot {p.slot}" for p in next(iter(scores.acceptance.values())).positions]
-    slots = max((([f"slot {p.slot}" for p in a.positions]) for a in scores.acceptance.values()), key=len, default=slots)
+    longest = max((len(a.positions) for a in scores.acceptance.values()), default=0)
+    slots = [f"slot {n}" for n in range(1, longest + 1)]
     rows = []
     for name, a in scores.acceptance.items():
         rates = [f"{p.rate:.2f}" for p in a.positions]

@@ -17,20 +17,14 @@ from deepspec.config.cli import Command
 from deepspec.config.resolve import to_plain
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = '''"""Print what was resolved."""
-import sys
-from deepspec.config.cli import hydra_command
-
-@hydra_command("config")
-def main(cfg):
-    print(cfg.recipe)
-
-if __name__ == "__main__":
+PROGRAM = """
+import runpy, sys
+for module in sys.argv.pop(1).split(","):
     try:
-        main()
-    finally:
-        print("torch" in sys.modules, file=sys.stderr)
-'''
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as end:
+        sys.stderr.write(f"{end.code} {'torch' in sys.modules}\\n")
+"""
 TOY = '''from dataclasses import dataclass
 
 @dataclass(frozen=True)
@@ -99,10 +93,8 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
     return call
 
 
-def run_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a process of its own; its last line on standard error says whether torch was imported."""
-    program = folder.parent / "program.py"
-    program.write_text(PROGRAM)
+def run_process(folder: Path, modules: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run commands in a process of their own; each says on standard error how it ended and whether torch is loaded."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(program), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", PROGRAM, modules, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)

@@ -97,7 +97,7 @@ def test_queries_and_keys_of_a_target_with_head_norms_are_the_same() -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Phi3", "Granite"])
 def test_queries_and_keys_keep_the_targets_scale(family: str) -> None:
-    """Without head norms in the target, the logits of attention have its size up to the loss of differences between heads."""
+    """Without head norms in the target, attention keeps its size, up to the differences between heads."""
     model, drafter, _ = _started(family)
     still = (torch.ones(200, 8), torch.zeros(200, 8))
     layer, source = drafter.decoder_layers[1], cast("Any", model.get_submodule("model.layers.5"))

@@ -17,7 +17,7 @@ VOCAB = 40
 
 
 def scripted(wrong: Collection[int] = (), gamma: int = 5) -> tuple[SpeculativeDecoder, ToyTarget, ScriptDrafter]:
-    """A counting target (position p holds token p for the prompt [0]) and a drafter that errs at ``wrong`` positions."""
+    """A target that holds token p at position p after the prompt [0], and a drafter that errs at ``wrong``."""
     drafter = ScriptDrafter({p: p if p not in wrong else VOCAB - 1 for p in range(VOCAB)}, VOCAB, gamma)
     target = counting_target(VOCAB)
     return SpeculativeDecoder(target, DrafterProposer(drafter)), target, drafter  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Sampled output is distributed as the target's own, and this test would notice if it were not.
 
 A hundred thousand independent chains are decoded side by side by the decoder's own sampler and acceptance rule, until
-each has two new tokens; the 64 pairs are compared with their exact probabilities. Faults are planted by editing the source
-of the rule, so that everything else stays the same.
+each has two new tokens; the 64 pairs are compared with their exact probabilities. Faults are planted by editing the
+source of the rule, so that everything else stays the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspec.inference import accept
 from deepspec.inference.decoder import SpeculativeDecoder
-from deepspec.inference.proposers import DrafterProposer, PromptLookupProposer
+from deepspec.inference.proposers import DrafterProposer, PromptLookupProposer, Proposer
 from deepspec.inference.sampling import Sampler, SamplerSettings
 from tests.unit.inference.toys import ToyDrafter, ToyTarget
 
@@ -151,25 +151,21 @@ def test_schedule_by_the_drawn_token_is_rejected() -> None:
     assert Toy(logits(4), logits(5), schedule=_by_its_own_token).p_value() < REJECT
 
 
-def _dyadic() -> dict[str, Tensor]:
+def _dyadic(verify: Verify = accept.verify_sampled) -> Toy:
     """Probabilities in sixteenths, zeros among the target's, so that sixteen values of u are enough."""
     p = torch.tensor([8, 4, 2, 2, 0, 0, 0, 0]) / 16
     q = torch.tensor([2, 2, 2, 2, 2, 2, 2, 2]) / 16
     rolled = torch.stack([p.roll(i) for i in range(VOCAB)])
-    return {"target": rolled.log(), "drafter": q.log().expand(VOCAB, VOCAB)}
-
-
-def _sixteenths(u: Tensor) -> Tensor:
-    return (u * 16).floor() / 16
+    drafter = q.log().expand(VOCAB, VOCAB)
+    return Toy(rolled.log(), drafter, verify=verify, uniforms=lambda u: (u * 16).floor() / 16)
 
 
 def test_discrete_uniforms_pass_the_strict_rule() -> None:
-    assert Toy(**_dyadic(), uniforms=_sixteenths).p_value() > PASS
+    assert _dyadic().p_value() > PASS
 
 
 def test_less_or_equal_is_rejected() -> None:
-    faulty = planted("uniforms * q < p", "uniforms * q <= p")
-    assert Toy(**_dyadic(), uniforms=_sixteenths, verify=faulty).p_value() < REJECT
+    assert _dyadic(planted("uniforms * q < p", "uniforms * q <= p")).p_value() < REJECT
 
 
 @pytest.mark.parametrize(
@@ -235,12 +231,12 @@ def _transitions(tokens: list[int]) -> Tensor:
 def test_the_real_loop_has_the_targets_distribution(kind: str, new_tokens: int) -> None:
     target = ToyTarget(logits(12, 1.0))
     drafter = ToyDrafter(logits(13, 1.0), GAMMA, confidence=torch.linspace(0.1, 0.9, VOCAB))
-    proposer = {
+    proposers: dict[str, Proposer] = {
         "drafter": DrafterProposer(drafter),  # type: ignore[arg-type]
         "confidence": DrafterProposer(drafter, confidence_threshold=0.4),  # type: ignore[arg-type]
         "lookup": PromptLookupProposer(VOCAB, GAMMA),
-    }[kind]
-    result = SpeculativeDecoder(target, proposer).generate([0], new_tokens, SamplerSettings(1.0, 5))
+    }
+    result = SpeculativeDecoder(target, proposers[kind]).generate([0], new_tokens, SamplerSettings(1.0, 5))
     if kind == "confidence":
         assert {r.drafted for r in result.rounds} == set(range(GAMMA + 1))
     counts, p = _transitions(result.tokens), torch.softmax(target.logits.double(), dim=-1)

@@ -10,7 +10,7 @@ from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.inference.accelerate import accelerate
 from deepspec.inference.decoder import SpeculativeDecoder
-from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer
+from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer, Proposer
 from deepspec.inference.sampling import SamplerSettings
 from deepspec.targets.target import Target
 from tests.helpers import MASK_TOKEN_ID, tiny_target
@@ -43,7 +43,7 @@ def test_greedy_output_is_the_models_own(family: str) -> None:
     target = tiny_target(family)
     expected, gap = model_greedy(target, 30)
     assert gap > 1e-5  # no tie: the comparison is meaningful
-    proposers = {
+    proposers: dict[str, Proposer] = {
         "plain": PlainProposer(),
         "lookup": PromptLookupProposer(target.info.vocab_size),
         "drafter": DrafterProposer(drafter_for(target)),

@@ -66,7 +66,13 @@ class ToyDrafter:
     def extend(self, state: Any, hidden: Tensor) -> None:
         state.extend(hidden[:, 0].tolist())
 
-    def propose(self, state: Any, anchor: int, num_tokens: int, sampler: TokenSampler) -> Proposal:
+    def propose(
+        self,
+        state: Any,  # noqa: ARG002
+        anchor: int,
+        num_tokens: int,
+        sampler: TokenSampler,
+    ) -> Proposal:
         tokens, probabilities, confidence, last = [], [], [], anchor
         for _ in range(num_tokens):
             token, q = sampler(self.logits[last])

@@ -21,8 +21,8 @@ from tests.helpers import CHAT_TEMPLATE, tiny_model
 gguf = pytest.importorskip("gguf")
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<reserved>"]
-TOKENS = [*SPECIALS, *bytes_to_unicode().values(), "ĠĠ", "Ġt", "Ġ1", "the"]
-MERGES = ["Ġ Ġ", "Ġ t", "Ġ 1", "t he", "h e"]
+TOKENS = [*SPECIALS, *bytes_to_unicode().values(), "ĠĠ", "Ġt", "Ġ1", "he", "the"]
+MERGES = ["Ġ Ġ", "Ġ t", "Ġ 1", "h e", "t he"]
 SAMPLES = ("a  1", "12 34\n\n  x = 5", "naïve — 日本 🙂\t\r\n ", "<|im_start|>user\nhi<|im_end|>\n", "")
 
 
@@ -69,7 +69,10 @@ def write_gguf(path: Path, model: Any, architecture: str = "llama", pre: str = "
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model(vocab=len(TOKENS), layers=2).bfloat16()
+    model = tiny_model(vocab=len(TOKENS), layers=2)
+    for parameter in model.parameters():  # not the buffers: rounded rotary frequencies are another model
+        parameter.data = parameter.data.bfloat16().float()
+    return model
 
 
 @pytest.fixture
@@ -86,11 +89,11 @@ def package(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_converted_model_says_what_the_original_says(package: str, model: Any, tmp_path: Path) -> None:
     out = convert.convert_package(package, tmp_path / "cache" / "tiny", check=False)
     assert package not in sys.modules
-    target = load_target(TargetConfig(name="tiny", path=str(out), mask_token_id=3, dtype="bf16"))
+    target = load_target(TargetConfig(name="tiny", path=str(out), mask_token_id=3))
     assert target.info.rms_norm_eps == model.config.rms_norm_eps
     assert target.info.eos_token_ids == (2,)
     ids = torch.randint(0, len(TOKENS), (2, 17))
-    torch.testing.assert_close(target.model(ids).logits, model(ids).logits, rtol=0, atol=0)
+    torch.testing.assert_close(target.model(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["tiny"]  # nothing temporary is left
 
 

@@ -1,0 +1,143 @@
+"""The whole command ``deepspec.train`` on a tiny target: run, resume, signals, launchers, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from deepspec.drafters.files import load_drafter, newest_drafter
+from tests.commands.tiny_run import overrides
+from tests.numerics.launch import ROOT, environment, free_port
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="module")
+def arguments(folder: Path) -> list[str]:
+    return overrides(folder)
+
+
+def train(arguments: list[str], *extra: str, launcher: tuple[str, ...] = (), **env: str) -> int:
+    command = list(launcher) or [sys.executable, "-m", "deepspec.train"]
+    done = subprocess.run(
+        [*command, *arguments, *extra], cwd=ROOT, env=environment(**env), timeout=280, check=False
+    )
+    return done.returncode
+
+
+def status(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "status.json").read_text())
+    return found
+
+
+def weights(run: Path) -> dict[str, Any]:
+    return load_file(newest_drafter(run) / "drafter.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path, arguments: list[str]) -> Path:
+    """A plain run of six steps."""
+    run = folder / "straight"
+    assert train(arguments, f"paths.run={run}", "train.validate_every=3") == 0
+    return run
+
+
+def test_run_folder(straight: Path) -> None:
+    assert status(straight)["status"] == "finished"
+    assert (straight / "checkpoints" / "latest").read_text().strip() == "step-000006"
+    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert {"train", "validation"} == {line["kind"] for line in lines}
+    assert (straight / "config.yaml").is_file()
+    assert load_drafter(newest_drafter(straight)).conventions.target_layer_ids == (1, 2, 3)
+
+
+def test_interrupted_and_resumed(folder: Path, arguments: list[str], straight: Path) -> None:
+    """SIGTERM ends with 75 after a save; the same command goes on and ends in the same weights."""
+    run = folder / "interrupted"
+    command = [sys.executable, "-m", "deepspec.train", *arguments, f"paths.run={run}", "train.log_every=1"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment())
+    metrics = run / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(timeout=120)
+    if code == 0:
+        pytest.skip("the run ended before the signal came")
+    assert code == 75
+    assert status(run)["status"] == "interrupted"
+    assert train(arguments, f"paths.run={run}") == 0
+    assert status(run)["status"] == "finished"
+    expected = weights(straight)
+    assert all(value.equal(expected[name]) for name, value in weights(run).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_launchers(folder: Path, arguments: list[str], straight: Path, launcher: str) -> None:
+    """Two ranks under either launcher end where one plain rank does."""
+    run = folder / launcher
+    if launcher == "torchrun":
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+        start += [str(free_port()), "-m", "deepspec.train"]
+        engine = ["engine=plain", "engine.precision=fp32"]
+    else:
+        start = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"]
+        start += [str(free_port()), "--module", "deepspec.train"]
+        engine = ["engine=deepspeed", "engine.precision=fp32", "engine.zero_stage=2"]
+    sizes = ["engine.micro_batch_size=1", "engine.global_batch_size=4"]
+    assert train(arguments, *engine, *sizes, f"paths.run={run}", launcher=tuple(start)) == 0
+    assert status(run)["status"] == "finished"
+    found, expected = weights(run), weights(straight)
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-4 * value.norm() + 1e-6, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [
+        (["target.target_layer_ids=[1,5]"], "target_layer_ids"),
+        (["engine.global_batch_size=3"], "global_batch_size"),
+        (["target.mask_token_id=97"], "mask_token_id"),
+        (["data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
+    ],
+)
+def test_mistakes_end_with_2(folder: Path, arguments: list[str], extra: list[str], word: str) -> None:
+    command = [sys.executable, "-m", "deepspec.train", *arguments, f"paths.run={folder / 'wrong'}", *extra]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), timeout=240, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="ulimit")
+def test_full_disk(folder: Path, arguments: list[str]) -> None:
+    """Files above 20 kB cannot be written: the save fails with one message and code 1."""
+    run = folder / "full"
+    assert train(arguments, f"paths.run={run}") == 0
+    before = sorted(p.name for p in (run / "checkpoints").iterdir())
+    program = " ".join([sys.executable, "-m", "deepspec.train", *(f"'{a}'" for a in arguments)])
+    shell = f"ulimit -f 20; exec {program} 'paths.run={run}' train.max_steps=9 train.epochs=2"
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=ROOT, env=environment(), timeout=240, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "could not be written" in done.stderr
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == before
+    assert status(run)["status"] == "failed"

@@ -1,0 +1,110 @@
+"""Metric files, W&B offline with the real library, and status.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspec.config.schema import TrackerConfig
+from deepspec.contracts import Ratio
+from deepspec.engine.distributed import choose_device
+from deepspec.engine.meters import RatioMeters
+from deepspec.engine.status import recorded_status
+from deepspec.engine.tracker import JsonLines, make_tracker
+from deepspec.errors import ConfigError, DataError, Interrupted, TrainingError
+from tests.unit.engine import toy
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonLines(path)
+    for step in (2, 4, 6):
+        tracker.write(step, "train", {"loss": float("nan") if step == 2 else 1.0, "acceptance": [0.5, float("inf")]})
+    with path.open("a") as file:
+        file.write('{"step": 8, "lo')
+    tracker.resume(4)
+    tracker.write(5, "train", {"loss": 1.0})
+    assert steps(path) == [2, 4, 5]
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first["loss"] is None
+    assert first["acceptance"] == [0.5, None]
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    config = TrackerConfig(name="wandb", mode="offline", project="toy", tags=("a",))
+    for start in (0, 2):
+        tracker = make_tracker(tmp_path, config, {"seed": 0, "drafter": {"gamma": 2}}, is_first=True)
+        tracker.resume(start)
+        tracker.write(start + 2, "train", {"loss": 1.0, "acceptance": [0.5, 0.25], "nothing": None})
+        tracker.close()
+    runs = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert runs
+    identity = (tmp_path / "wandb-id.txt").read_text().strip()
+    assert all(run.name.endswith(identity) for run in runs), "a resumed run goes on under the same id"
+    assert steps(tmp_path / "metrics.jsonl") == [2, 4]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path, TrackerConfig(), {}, is_first=False)
+    tracker.write(1, "train", {"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (None, "finished", 0),
+        (Interrupted("stopped after step 3"), "interrupted", 75),
+        (TrainingError("the disk is full"), "failed", 1),
+        (DataError("line 3"), "failed", 2),
+        (ValueError("odd"), "failed", 1),
+    ],
+)
+def test_status(tmp_path: Path, error: Exception | None, status: str, code: int) -> None:
+    path = tmp_path / "run" / "status.json"
+    if error is None:
+        with recorded_status(tmp_path / "run"):
+            assert json.loads(path.read_text())["status"] == "running"
+    else:
+        with pytest.raises(type(error)), recorded_status(tmp_path / "run"):
+            raise error
+    found = json.loads(path.read_text())
+    assert (found["status"], found["exit_code"]) == (status, code)
+    assert error is None or str(error) in found["reason"]
+
+
+def test_first_failure_of_a_start_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, message in (("1", "line 3"), ("0", "connection closed by peer")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(DataError), recorded_status(tmp_path):
+            raise DataError(message)
+        if rank == "1":
+            assert json.loads((tmp_path / "status.json").read_text())["reason"] == "rank 1: line 3"
+
+
+def test_meters_divide_once() -> None:
+    meters = RatioMeters()
+    for numerator, denominator in ((1.0, 1.0), (9.0, 3.0)):
+        vector = torch.tensor([numerator, 0.0])
+        meters.add("a", Ratio(torch.tensor(numerator), torch.tensor(denominator)))
+        meters.add("b", Ratio(vector, torch.tensor([denominator, 0.0])))
+    found = meters.reduce(toy.ONE_RANK)
+    assert found["a"] == pytest.approx(2.5)
+    assert isinstance(found["b"], list)
+    assert found["b"][0] == pytest.approx(2.5)
+    assert meters.reduce(toy.ONE_RANK) == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_device() -> None:
+    assert choose_device("auto", 0).type == "cpu"
+    with pytest.raises(ConfigError, match=r"engine\.device=cuda"):
+        choose_device("cuda", 0)
