@@ -1,8 +1,8 @@
 """Turn fp32 master weights into what a package stores: 16-bit floats, and INT8 for the linears of the layers.
 
 INT8 is symmetric, weight-only, with one scale per output channel: ``scale = max|w| / 127`` of the row. A search for a
-better clipping point was tried and left out: on Gaussian, Laplace and Student rows it lowers the rounding error of
-8 bits by less than one percent.
+better clipping point was tried and left out: on the rows of a real model and on Gaussian, Laplace and Student ones it
+lowers the rounding error of 8 bits (0.8 % of a matrix's norm) by less than one percent of itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Profile = Literal["bf16", "fp16", "fp16_int8"]
+FP16_STEP = 2.0**-24
+"""Distance of the smallest fp16 numbers, where rounding is no longer relative."""
+HALF = 0.501
+"""Half a step, and a little for the rounding of the check itself."""
 LAYERS = "layers."
 """Prefix of the decoder layers in the published names."""
 
@@ -76,6 +80,23 @@ def pack(weights: Mapping[str, Tensor], profile: Profile, int8: tuple[str, ...] 
         else:
             packed[name] = cast(name, tensor, dtype)
     return {name: tensor.contiguous() for name, tensor in packed.items()}
+
+
+def rounding_problems(
+    weights: Mapping[str, Tensor], restored: Mapping[str, Tensor], profile: Profile, int8: tuple[str, ...] = ()
+) -> list[str]:
+    """List every tensor that a package gives back further from the trained weights than rounding explains."""
+    eps = torch.finfo(torch.bfloat16 if profile == "bf16" else torch.float16).eps
+    problems = []
+    for name, trained in weights.items():
+        size = trained.float().abs()
+        step = size.amax(dim=1, keepdim=True) / MAX_INT8 if name in int8 else eps * size + FP16_STEP
+        excess = (restored[name].float() - trained.float()).abs() - HALF * step
+        if bool((excess > 0).any()):
+            problems.append(
+                f"tensor {name} comes back from the package further off than rounding to {profile} explains"
+            )
+    return problems
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,9 +1,9 @@
 """Compare a package, reloaded from disk, with the trained drafter it was made from.
 
-Two comparisons, at fixed weights and on the same material. *Distributions*: both drafters read the same tokens of the
-test conversations and are told the same previous tokens, and the total variation between what they say about each slot
-is taken; it bounds how much the acceptance of a slot can change. *Accepted length*: both really decode the same
-prompts, greedily. A package that strays too far is refused.
+Three comparisons on the same material. *Weights*: each comes back within half a step of its number format.
+*Distributions*: both drafters read the same test conversations and are told the same previous tokens, and the total
+variation between what they say about each slot is taken; it bounds how much the acceptance of a slot can change.
+*Accepted length*: both really decode the same prompts, greedily. A package that strays too far is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 
 from deepspec.contracts import Sample
 from deepspec.errors import DeepSpecError
+from deepspec.evaluation.acceptance import expected_length
+from deepspec.evaluation.estimator import ForcedSampler, total_variation
+from deepspec.export.quantise import Profile, layer_linears, rounding_problems
 from deepspec.export.states import StateWatch
 from deepspec.inference.decoder import DecodingTarget, SpeculativeDecoder
 from deepspec.inference.proposers import DrafterProposer
@@ -27,11 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.drafters.base import Drafter
-    from deepspec.export.quantise import Profile
 
-MEAN_TV_LIMIT: dict[Profile, float] = {"bf16": 0.02, "fp16": 0.005, "fp16_int8": 0.03}
-"""Largest mean total variation that rounding explains. Measured on trained and random drafters it stays well below
-half of this; a fault (a lost scale, a swapped matrix) is far above."""
+MEAN_TV_LIMIT: dict[Profile, float] = {"bf16": 0.05, "fp16": 0.01, "fp16_int8": 0.15}
+"""Largest mean total variation that rounding explains. A drafter fresh from the layers of SmolLM2-135M, not trained and
+so at its most sensitive, shows 0.017, 0.0014 and 0.068. Weights are compared one by one besides."""
 
 
 ANCHORS_PER_SAMPLE = 8
@@ -61,6 +63,8 @@ class Distributions:
     mean_tv: float
     max_tv: float
     same_choice: float  # share of slots where both find the same token likeliest
+    expected_before: float  # accepted length that the distributions promise at temperature 1
+    expected_after: float
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,9 @@ def verify(
     lengths, texts = compare_lengths(before, after, target, material) if material.prompts else (None, [])
     with StateWatch(before) as states:
         distributions = compare_distributions(before, after, target, material.samples or texts)
-    problems = [*_distribution_problems(distributions, profile), *_length_problems(lengths, max_length_change)]
+    int8 = layer_linears(before) if profile == "fp16_int8" else ()
+    problems = rounding_problems(before.state_dict(), after.state_dict(), profile, int8)
+    problems += [*_distribution_problems(distributions, profile), *_length_problems(lengths, max_length_change)]
     if profile != "bf16":
         problems += states.overflows(torch.float16)
     return Verification(profile, distributions, lengths, dict(states.largest), tuple(problems))
@@ -123,20 +129,30 @@ def refuse(verification: Verification, *, force: bool) -> None:
 def compare_distributions(
     before: Drafter, after: Drafter, target: DecodingTarget, samples: Sequence[Sample]
 ) -> Distributions:
-    """Take the total variation of every slot of evenly spread blocks of the samples."""
+    """Compare what the drafters say about the slots of evenly spread blocks of the samples."""
     slots: list[tuple[float, bool]] = []
+    promised: list[tuple[float, float]] = []
     for sample in progress(samples, len(samples), "comparing distributions"):
-        said = (_draft_logits(drafter, target, sample) for drafter in (before, after))
-        for ours, theirs in zip(*said, strict=True):  # each [k, V]
-            tv = 0.5 * (ours.softmax(-1) - theirs.softmax(-1)).abs().sum(-1)  # [k]
+        blocks = zip(_slots(before, target, sample), _slots(after, target, sample), strict=True)
+        for (ours, p), (theirs, _) in blocks:  # each [k, V]
             same = ours.argmax(-1) == theirs.argmax(-1)
-            slots += list(zip(tv.tolist(), same.tolist(), strict=True))
+            slots += list(zip(total_variation(ours, theirs).tolist(), same.tolist(), strict=True))
+            kept = [(1 - total_variation(p, q)).tolist() for q in (ours, theirs)]
+            promised.append((expected_length(kept[0]), expected_length(kept[1])))
     if not slots:
         raise VerificationError("no sample has two supervised tokens in a row: nothing to compare; check data.test")
-    values = [tv for tv, _ in slots]
     return Distributions(
-        len(slots), math.fsum(values) / len(slots), max(values), sum(same for _, same in slots) / len(slots)
+        slots=len(slots),
+        mean_tv=_mean([tv for tv, _ in slots]),
+        max_tv=max(tv for tv, _ in slots),
+        same_choice=_mean([float(same) for _, same in slots]),
+        expected_before=_mean([length for length, _ in promised]),
+        expected_after=_mean([length for _, length in promised]),
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def compare_lengths(
@@ -170,48 +186,45 @@ def anchors_of(sample: Sample, count: int = ANCHORS_PER_SAMPLE) -> list[int]:
 
 def verification_rows(verification: Verification) -> list[tuple[str, ...]]:
     """Return the table's rows: what, before, after, change."""
+    said, lengths = verification.distributions, verification.lengths
     rows: list[tuple[str, ...]] = []
-    if (lengths := verification.lengths) is not None:
-        change = f"{lengths.after / lengths.before - 1:+.2%}"
-        name = f"accepted length, {lengths.prompts} prompts"
-        rows.append((name, f"{lengths.before:.3f}", f"{lengths.after:.3f}", change))
+    if lengths is not None:
+        rows.append(_change(f"accepted length, greedy, {lengths.prompts} prompts", lengths.before, lengths.after))
         rows.append(("rounds", str(lengths.rounds_before), str(lengths.rounds_after), ""))
-    said = verification.distributions
+    rows.append(_change("expected length, temperature 1", said.expected_before, said.expected_after))
     rows.append((f"mean total variation, {said.slots} slots", "", f"{said.mean_tv:.5f}", ""))
     rows.append(("largest total variation", "", f"{said.max_tv:.5f}", ""))
     rows.append(("same likeliest token", "", f"{said.same_choice:.2%}", ""))
     return rows
 
 
-class _ForcedSampler:
-    """Says the tokens of the text whatever the logits are, and keeps the logits."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens, self.logits = tokens, list[torch.Tensor]()
-
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        token = torch.tensor(self.tokens[len(self.logits)], device=logits.device)
-        self.logits.append(logits.float())
-        return token, self.logits[-1].softmax(-1)
+def _change(name: str, before: float, after: float) -> tuple[str, ...]:
+    return (name, f"{before:.3f}", f"{after:.3f}", f"{after / before - 1:+.2%}")
 
 
 def _as_sample(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
     return Sample("", (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer))
 
 
-def _draft_logits(drafter: Drafter, target: DecodingTarget, sample: Sample) -> Iterator[Tensor]:
-    """Yield what the drafter says about the slots of each block, [k, V] fp32, given the sample's own tokens."""
-    ids, gamma = sample.input_ids[:MAX_SAMPLE_TOKENS], drafter.conventions.gamma
+def _slots(drafter: Drafter, target: DecodingTarget, sample: Sample) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what drafter and target say about the slots of each block, both [k, V], given the sample's own tokens."""
+    ids = sample.input_ids[:MAX_SAMPLE_TOKENS]
     tokens = torch.tensor([ids], device=target.device)
-    hidden = target.step(tokens, target.new_cache(len(ids)), drafter.conventions.target_layer_ids).hidden  # [T, C*D]
+    stepped = target.step(tokens, target.new_cache(len(ids)), drafter.conventions.target_layer_ids)
     state, read = drafter.start(len(ids)), 0
     for anchor in anchors_of(sample):
-        drafter.extend(state, hidden[read:anchor])
+        drafter.extend(state, stepped.hidden[read:anchor])  # [t, C*D]
         read = anchor
-        following = ids[anchor + 1 : anchor + 1 + gamma]
-        sampler = _ForcedSampler(following)
-        drafter.propose(state, ids[anchor], len(following), sampler)
-        yield torch.stack(sampler.logits)
+        count = _supervised(sample, anchor, drafter.conventions.gamma)
+        forced = ForcedSampler(ids[anchor + 1 :], temperature=1.0)
+        q = drafter.propose(state, ids[anchor], count, forced).probabilities
+        yield q, stepped.logits[anchor : anchor + count].softmax(-1)
+
+
+def _supervised(sample: Sample, anchor: int, most: int) -> int:
+    """Return how many supervised tokens follow ``anchor`` without a gap, ``most`` at most."""
+    following = sample.loss_mask[anchor + 1 : min(anchor + 1 + most, MAX_SAMPLE_TOKENS)]
+    return next((n for n, supervised in enumerate(following) if not supervised), len(following))
 
 
 def _distribution_problems(found: Distributions, profile: Profile) -> list[str]:

@@ -56,6 +56,13 @@ def test_a_wrong_scale_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lost_half_of_a_weight_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = quantise.cast
+    monkeypatch.setattr(quantise, "cast", lambda n, t, d: right(n, t * 1.002 if n == "norm.weight" else t, d))
+    with pytest.raises(VerificationError, match=r"tensor norm\.weight comes back"):
+        export(tmp_path / "package")
+
+
 def test_force_writes_it_and_the_card_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = quantise.quantise_rows
     monkeypatch.setattr(quantise, "quantise_rows", lambda w: (right(w)[0], right(w)[1] * 3))
@@ -160,5 +167,5 @@ def test_the_card_escapes_what_others_wrote(tmp_path: Path) -> None:
     card = (tmp_path / "package" / "card.md").read_text()
     assert "<script>" not in card.replace("\\<", "")
     assert "\n# heading" not in card
-    for words in ("optimiser steps: 7", "accepted length, 1 prompts", "linears of the layers", "How to load"):
+    for words in ("optimiser steps: 7", "accepted length, greedy, 1 prompts", "linears of the layers", "How to load"):
         assert words in card

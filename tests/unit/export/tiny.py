@@ -66,6 +66,17 @@ def make_samples(count: int = 3, length: int = 40) -> list[Sample]:
     return [Sample(str(n), tuple(row), tuple(t >= 10 for t in range(length))) for n, row in enumerate(ids)]
 
 
+class ForcedLogits:
+    """A token sampler that goes on with given tokens and keeps the logits."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.logits = iter(tokens), list[torch.Tensor]()
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        self.logits.append(logits.float())
+        return torch.tensor(next(self.tokens)), self.logits[-1].softmax(-1)
+
+
 def edit_config(package: Path, edit: Callable[[dict[str, Any]], None], *, header_too: bool = False) -> None:
     """Change ``config.json`` (and its copy in the weights' header), and renew the checksums."""
     config = json.loads((package / CONFIG).read_text())

@@ -18,7 +18,6 @@ import torch
 from deepspec.contracts import Batch
 from deepspec.errors import PackageError
 from deepspec.export.package import write_checksums
-from deepspec.export.verify import _ForcedSampler
 from deepspec.inference.package import is_package, load_package
 from deepspec.inference.package_config import CONFIG, read_config
 from deepspec.nn.int8 import Int8Linear
@@ -26,6 +25,7 @@ from deepspec.targets.layers import OFFSETS, from_project, to_project
 from deepspec.targets.target import Target
 from tests.unit.export.tiny import (
     LAYER_IDS,
+    ForcedLogits,
     copy_package,
     edit_config,
     edit_tensors,
@@ -59,7 +59,7 @@ def block_logits(drafter: Any, hidden: torch.Tensor, tokens: list[int]) -> torch
     """Draft behind ``hidden`` [t, C*D]; ``tokens`` are the anchor and the K forced tokens. Returns [K, V]."""
     state = drafter.start(len(hidden) + 8)
     drafter.extend(state, hidden)
-    sampler = _ForcedSampler(tokens[1:])
+    sampler = ForcedLogits(tokens[1:])
     drafter.propose(state, tokens[0], len(tokens) - 1, sampler)
     return torch.stack(sampler.logits)
 
