@@ -8,7 +8,9 @@ recipe=${1:-quickstart}
 run=${2:-runs/$recipe}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # the target comes from a package, nothing is fetched
 
-step() {
+prompt="Write a Python function that returns the n-th Fibonacci number, and explain it in two sentences."
+
+step() { # step TITLE COMMAND...
   echo
   echo "== $1"
   shift
@@ -16,16 +18,32 @@ step() {
   "$@"
 }
 
+value() { # value KEY.KEY: a value of the run's own config
+  python -c 'import functools, sys, yaml
+config = yaml.safe_load(open(sys.argv[1], encoding="utf-8"))
+print(functools.reduce(dict.__getitem__, sys.argv[2].split("."), config))' "$run/config.yaml" "$1"
+}
+
 started=$SECONDS
+mkdir -p "$run"
 step "1/5 prepare: convert the target, tokenise its answers" \
   python -m deepspec.prepare "recipe=$recipe" "paths.run=$run"
 step "2/5 train: distil the drafter from the frozen target" \
   python -m deepspec.train "recipe=$recipe" "paths.run=$run"
 step "3/5 evaluate: decode the test prompts, count what is accepted, time it" \
-  python -m deepspec.evaluate "run=$run"
+  python -m deepspec.evaluate "run=$run" | tee "$run/evaluate.txt"
 step "4/5 export: quantise, write the inference package, verify it" \
-  python -m deepspec.export "run=$run"
-step "5/5 decode: the package answers a prompt, beside the target alone" \
-  python -m deepspec.evaluation.summary "$run"
+  python -m deepspec.export "run=$run" | tee "$run/export.txt"
+package=$run/package-$(value export.profile)
+step "5/5 decode: the package answers a prompt" \
+  python -m deepspec.inference "$package" --target "$(value target.path)" --prompt "$prompt" --max-new-tokens 96
+
 echo
-echo "done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s; everything lies in $run"
+echo "== result"
+tail -n +4 "$run/evaluate.txt"
+echo
+tail -n +4 "$run/export.txt"
+echo
+echo "Sizes, and where everything lies"
+du -shL "$(value target.path)" "$package" "$run/checkpoints" "$run/evaluation" "$run"
+echo "done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_DATASETS_OFFLINE"] = "1"
-os.environ["WANDB_MODE"] = "offline"
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-for _name in ("DEEPSPEC_RUN_ID", "DEEPSPEC_RUNS", "DEEPSPEC_CACHE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-    os.environ.pop(_name, None)
-
 import random
 import sys
 
 import pytest
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+for _name in ("DEEPSPEC_RUN_ID", "DEEPSPEC_RUNS", "DEEPSPEC_CACHE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    os.environ.pop(_name, None)
 
 
 @pytest.fixture(autouse=True)

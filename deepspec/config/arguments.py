@@ -40,8 +40,8 @@ class Arguments:
 def parse(argv: list[str], groups: frozenset[str]) -> Arguments:
     """Sort a command line.
 
-    DeepSpeed's launcher appends ``--local_rank``, which Hydra's parser refuses: it is dropped. Plain ``key=value`` becomes
-    ``++key=value``, so that Hydra lets unknown keys through and ``resolve`` can report all of them at once.
+    DeepSpeed's launcher appends ``--local_rank``, which Hydra's parser refuses: it is dropped. Plain ``key=value``
+    becomes ``++key=value``, so that Hydra lets unknown keys through and ``resolve`` can report all of them at once.
 
     Raises:
         ConfigError: An option or a word that no command understands.
@@ -70,17 +70,26 @@ def parse(argv: list[str], groups: frozenset[str]) -> Arguments:
             )
             made.hydra += [word, next(rest, "")] if word in _TAKES_VALUE else [word]
         else:
-            made.hydra.append(_override(word, groups))
+            made.hydra.append(word)
     if made.show not in (None, "job"):  # --cfg hydra, --cfg all
         made.hydra += ["--cfg", str(made.show)] + (["--resolve"] if made.show_resolved else [])
         made.delegate = True
     _refuse_options(made.hydra)
+    made.hydra = _overrides(made.hydra, groups)
     return made
 
 
 def groups_of(conf: Path) -> frozenset[str]:
     """Return the names of the config groups."""
     return frozenset(p.name for p in conf.iterdir() if p.is_dir())
+
+
+def _overrides(words: list[str], groups: frozenset[str]) -> list[str]:
+    """Rewrite what is neither an option nor an option's value."""
+    return [
+        word if word.startswith("-") or (i > 0 and words[i - 1] in _TAKES_VALUE) else _override(word, groups)
+        for i, word in enumerate(words)
+    ]
 
 
 def _override(word: str, groups: frozenset[str]) -> str:

@@ -42,7 +42,7 @@ def hydra_command(
     def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
         def program() -> None:
             setup_logging()
-            sys.exit(_Program(main, config_name, check_files).run(sys.argv[1:]))
+            sys.exit(Command(main, config_name, check_files=check_files).run(sys.argv[1:]))
 
         program.__doc__ = main.__doc__
         return program
@@ -50,10 +50,10 @@ def hydra_command(
     return decorate
 
 
-class _Program:
+class Command:
     """One call of a command."""
 
-    def __init__(self, main: Callable[[Any], None], config_name: str, check_files: bool) -> None:
+    def __init__(self, main: Callable[[Any], None], config_name: str, *, check_files: bool = True) -> None:
         self.main, self.config_name, self.check_files = main, config_name, check_files
         self.arguments = Arguments()
         self.code = EXIT_OK
@@ -97,7 +97,10 @@ class _Program:
     def _job(self, cfg: DictConfig) -> None:
         """Run one composed job. Errors are reported here, since Hydra would print its own line about them."""
         try:
-            self._show(cfg) if self.arguments.show else self.main(self._resolve(cfg))
+            if self.arguments.show:
+                self._show(cfg)
+            else:
+                self.main(self._resolve(cfg))
         except (Exception, KeyboardInterrupt) as error:
             code = report(error)
             if not self.arguments.multirun or code == EXIT_INTERRUPTED or isinstance(error, KeyboardInterrupt):
@@ -130,7 +133,8 @@ class _Program:
 def report(error: BaseException) -> int:
     """Say what went wrong in one clear message, and return the exit code."""
     if isinstance(error, ConfigError):
-        _say("\n".join(_headed(error.problems))) if rank() == 0 else None  # every rank finds the same mistakes
+        if rank() == 0:  # every rank finds the same mistakes
+            _say("\n".join(_headed(error.problems)))
         return error.exit_code
     if isinstance(error, DeepSpecError):
         _say(str(error))
@@ -138,14 +142,18 @@ def report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         _say("stopped from the keyboard; what was saved before is kept")
         return EXIT_FAILURE
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        _say(
-            f"the disk is full{f' ({error.filename})' if error.filename else ''}; free some space and run the command again"
-        )
+    if _disk_is_full(error):
+        file = getattr(error, "filename", None)
+        _say(f"the disk is full{f' ({file})' if file else ''}; free some space and run the command again")
         return EXIT_FAILURE
     log.error("unexpected error", exc_info=error)
     _say(f"{type(error).__name__}: {str(error).strip() or 'no message'} (the traceback is in the log)")
     return EXIT_FAILURE
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    """Tell by the number, or by the words: safetensors and PyTorch raise errors of their own."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
 
 
 def _headed(problems: list[str]) -> list[str]:

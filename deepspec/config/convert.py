@@ -78,7 +78,7 @@ def build(cls: type, values: Any, path: str, problems: Problems, skip: tuple[str
     for name in values:
         if name not in hints:
             problems.unknown(_join(path, str(name)), tuple(_join(path, h) for h in hints) if path else ())
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     for item in (f for f in fields(cls) if f.name in hints):
         value = values.get(item.name, default_of(item))
         where = _join(path, item.name)
@@ -98,7 +98,7 @@ def build(cls: type, values: Any, path: str, problems: Problems, skip: tuple[str
 
 def convert(hint: Any, value: Any, path: str, problems: Problems) -> Any:
     """Return ``value`` as the type ``hint``, or ``INVALID`` with the reason noted."""
-    if is_dataclass(hint) and isinstance(hint, type):
+    if is_dataclass(hint) and isinstance(hint, type) and not isinstance(value, hint):
         return build(hint, value, path, problems)
     converted = _try(hint, value)
     if converted is INVALID:

@@ -24,13 +24,29 @@ _HYDRA = """Settings are written key=value; every key is explained in docs/confi
   --config-dir DIR         look for recipes and groups in DIR as well"""
 
 
+_OFTEN = {
+    "config": """Often set
+  data.limit=200 train.max_steps=50          a short trial
+  engine.micro_batch_size=2                  when memory is short
+  paths.run=FOLDER seed=1                    another run beside the first
+  tracker=wandb tracker.mode=offline         metrics to W&B""",
+    "evaluate": """Often set
+  evaluate.limit=5 evaluate.timing_prompts=0 a short look
+  evaluate.temperature=0.7 evaluate.gamma=3  other ways of decoding
+  data.test=FILE out=FOLDER                  other prompts, another place for the report""",
+    "export": """Often set
+  export.profile=bf16 | fp16 | fp16_int8     what the package holds
+  export.out=FOLDER                          where it goes""",
+}
+
+
 def help_text(main: Callable[..., object], config_name: str) -> str:
     """Return the help of a command; its module's docstring says what it does and how to call it."""
     module = sys.modules[main.__module__]
-    parts = [inspect.cleandoc(module.__doc__ or "")]
+    parts = [text for doc in (module.__doc__, main.__doc__) if (text := inspect.cleandoc(doc or ""))]
     if config_name == "config":
         parts += [_recipes(), _groups()]
-    return "\n\n".join([*parts, _HYDRA, _CODES])
+    return "\n\n".join([*parts, _OFTEN[config_name], _HYDRA, _CODES])
 
 
 def _recipes() -> str:

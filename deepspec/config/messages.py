@@ -22,13 +22,17 @@ def composition_error(error: Exception, conf: Path) -> ConfigError:
         return ConfigError(f"{match[1]}: must be given; choose {match[1]}= one of {', '.join(choices(match[1], conf))}")
     if match := _OVERRIDE.search(text):
         name = match[1].split("@")[0]
+        if name in groups(conf):
+            return ConfigError(f"{name}: was chosen by the training run; here single keys are set, {name}.KEY=VALUE")
         return ConfigError(f"{name}: no such key{near(name, groups(conf))}")
     if "Ambiguous value" in text:
         return ConfigError(f"{text.splitlines()[0]} Several values need --multirun; a list is written key=[1,2]")
+    override = getattr(error, "override", None)
     lines = [
         line for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line and "hydra.cc" not in line
     ]
-    return ConfigError(" ".join(line.strip() for line in lines[:4]) or type(error).__name__)
+    said = " ".join(line.strip() for line in lines[:4]) or type(error).__name__
+    return ConfigError(f"{str(override).removeprefix('++')}: cannot be read: {said}" if override else said)
 
 
 def choices(group: str, conf: Path) -> list[str]:
@@ -43,4 +47,4 @@ def groups(conf: Path) -> list[str]:
 
 def _unknown_choice(group: str, name: str, conf: Path) -> str:
     offered = choices(group, conf)
-    return f"{group}={name}: no such choice{near(name, offered)}; there {'is' if len(offered) == 1 else 'are'} {', '.join(offered)}"
+    return f"{group}={name}: no such choice{near(name, offered)}; choose one of {', '.join(offered)}"

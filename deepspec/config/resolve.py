@@ -93,7 +93,7 @@ def plain_values(node: DictConfig | ListConfig, problems: Problems, path: str = 
     """Return the tree as dicts, lists and scalars with interpolations resolved; what is missing stays ``???``."""
     if isinstance(node, ListConfig):
         return [_plain_value(node, i, f"{path}[{i}]", problems) for i in range(len(node))]
-    return {str(k): _plain_value(node, k, f"{path}.{k}" if path else str(k), problems) for k in node}
+    return {k: _plain_value(node, k, f"{path}.{k}" if path else k, problems) for k in map(str, node)}
 
 
 def with_defaults(cfg: DictConfig) -> DictConfig:

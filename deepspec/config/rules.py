@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepspec.errors import ConfigError
+from deepspec.targets.layers import validate_layer_ids
+
 if TYPE_CHECKING:
     from deepspec.config.schema import RunConfig
 
@@ -148,19 +151,15 @@ def _local_target(run: RunConfig) -> Iterator[str]:
     """Check ids against the config.json of a target that is already on this machine."""
     config = local_target_config(run.target.path)
     layers, vocab = config.get("num_hidden_layers"), config.get("vocab_size")
-    mask, ids = getattr(run.target, "mask_token_id", None), getattr(run.target, "target_layer_ids", "auto")
+    mask = getattr(run.target, "mask_token_id", None)
+    ids: Any = getattr(run.target, "target_layer_ids", "auto")
     if isinstance(vocab, int) and mask is not None and mask >= vocab:
         yield f"target.mask_token_id={mask}: must be below the target's vocabulary size {vocab}"
-    if not isinstance(layers, int) or ids == "auto":
-        return
-    for layer in ids:
-        if layer == layers - 1:
-            yield (
-                f"target.target_layer_ids={list(ids)}: {layer} is the last of the target's {layers} layers, which "
-                f"serving stacks cannot hand to a drafter; use layers up to {layers - 2}"
-            )
-        elif layer >= layers:
-            yield f"target.target_layer_ids={list(ids)}: the target has {layers} layers, so ids end at {layers - 2}"
+    if isinstance(layers, int) and ids != "auto" and not list(_layer_ids(run)):
+        try:
+            validate_layer_ids(ids, layers)
+        except ConfigError as error:
+            yield from error.problems
 
 
 _FILE_RULES: tuple[Rule, ...] = (_data_files, _target_folder, _local_target)

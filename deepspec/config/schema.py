@@ -86,7 +86,7 @@ class EngineConfig:
     global_batch_size: int = key("Samples of one optimiser step over all ranks; accumulation follows from it")
     zero_stage: Literal[0, 1, 2, 3] = key("ZeRO stage (deepspeed only)", 0)
     loss_precision: Literal["auto", "exact", "common_mode"] = key(
-        "exact forms fp32 logits; common_mode cancels rounding errors of low precision; auto is exact on CUDA and for fp32",
+        "exact forms fp32 logits; common_mode cancels rounding errors; auto is exact on CUDA and for fp32",
         "auto",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto takes CUDA when there is one", "auto")

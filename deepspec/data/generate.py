@@ -150,16 +150,7 @@ class _Batch:
             row.tokens.append(token)
 
     def _choose(self, logits: Tensor, rows: Sequence[_Row]) -> list[int]:
-        """Choose a token for each row of ``logits`` [B, V]."""
-        if self.config.temperature == 0:
-            greedy: list[int] = logits.argmax(dim=-1).tolist()
-            return greedy
-        ladder = (logits.float() / self.config.temperature).softmax(dim=-1).cumsum(dim=-1)  # [B, V]
-        draws = torch.cat([torch.rand(1, generator=row.generator) for row in rows]).to(ladder.device)
-        # Within (0, total): a draw of exactly 0 must not choose a token of probability 0.
-        heights = draws.clamp(min=1e-7)[:, None] * ladder[:, -1:]
-        tokens: list[int] = torch.searchsorted(ladder, heights).clamp(max=logits.shape[-1] - 1)[:, 0].tolist()
-        return tokens
+        return choose_tokens(logits, [row.generator for row in rows], self.config.temperature)
 
     def _finished(self, row: _Row) -> bool:
         return row.tokens[-1] in self.stop_ids or len(row.tokens) >= self.config.max_new_tokens
@@ -187,6 +178,19 @@ class _Batch:
         for row in self.rows:
             row.start -= unused
         self.edge -= unused
+
+
+def choose_tokens(logits: Tensor, generators: Sequence[torch.Generator], temperature: float) -> list[int]:
+    """Choose a token for each row of ``logits`` [B, V]; row b draws one number from ``generators[b]``."""
+    if temperature == 0:
+        greedy: list[int] = logits.argmax(dim=-1).tolist()
+        return greedy
+    ladder = (logits.double() / temperature).softmax(dim=-1).cumsum(dim=-1)  # [B, V]
+    draws = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
+    # The first token whose step of the ladder lies above the draw: one of probability 0 has no step and is never taken.
+    heights = draws.to(ladder.device)[:, None] * ladder[:, -1:]
+    tokens: list[int] = torch.searchsorted(ladder, heights, right=True)[:, 0].tolist()
+    return tokens
 
 
 def _empty_like(source: GrowingLayer, rows: int, capacity: int) -> GrowingLayer:

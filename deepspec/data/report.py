@@ -26,9 +26,14 @@ def split_lines(name: str, file: Path, samples: SampleSet) -> list[str]:
 
 
 def repetition_line(samples: SampleSet) -> str:
-    """Return the share of supervised tokens in repeated 8-grams."""
+    """Return the share of supervised tokens in repeated 8-grams, over all samples and inside each one."""
     answers = [[t for t, m in zip(s.input_ids, s.loss_mask, strict=True) if m] for s in samples]
-    return f"supervised tokens in repeated 8-grams: {repeated_ngram_share(answers):.1%}"
+    total = sum(map(len, answers))
+    inside = sum(repeated_ngram_share([tokens]) * len(tokens) for tokens in answers) / total if total else 0.0
+    return (
+        f"supervised tokens in repeated 8-grams: {repeated_ngram_share(answers):.1%} "
+        f"({inside:.1%} when each answer is looked at by itself)"
+    )
 
 
 def separation_lines(files: Mapping[str, Path], limit: int | None = None) -> list[str]:

@@ -11,9 +11,9 @@ With q = softmax(z), p the target's distribution, y the label and s = sign(q - p
 Rows that overlap in time ask for the same target position. Rows are sorted by it, so that the target's logits are
 formed once for each distinct position and no two chunks share one.
 
-Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of the
-head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of the
-target's logits are then common to both distributions and cancel in q - p.
+Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
+the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of
+the target's logits are then common to both distributions and cancel in q - p.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from deepspec.nn.head import FrozenHead
 
 LossMode = Literal["exact", "common_mode"]
-CHUNK_ROWS = 64  # a chunk's logits should stay near the last-level cache: 64 * 49152 * 4 bytes are 12 MB
+BUFFERS = 3  # of size [chunk rows, V]
+CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
+"""Memory of a chunk's buffers. Measured on two cores, a product with the head costs half as much a row at 256 rows as
+at 64, since the head's weights are read once a chunk; the passes over the logits cost the same at any size."""
 
 
 class BlockLoss(NamedTuple):
@@ -60,7 +63,7 @@ class RowTask:
     ce: float
     l1: float
     mode: LossMode = "exact"
-    chunk_rows: int = CHUNK_ROWS
+    chunk_rows: int | None = None  # None: as many as fit CHUNK_BYTES
 
 
 def block_loss(hidden: Tensor, task: RowTask, markov: Tensor | None = None, w2: Tensor | None = None) -> BlockLoss:
@@ -109,7 +112,9 @@ class _Scan:
         positions, self.judge, counts = torch.unique_consecutive(
             task.target_index[order], return_inverse=True, return_counts=True
         )
-        self.chunks = _cut(counts.tolist(), task.chunk_rows)
+        row_bytes = BUFFERS * task.head.vocab_size * (8 if self.wide == torch.float64 else 4)
+        rows = task.chunk_rows or max(1, CHUNK_BYTES.get(hidden.device.type, 2**28) // row_bytes)
+        self.chunks = _cut(counts.tolist(), rows)
         self.hidden = hidden.detach()[order]  # [R, D]
         self.target_hidden = task.target_hidden.detach()[positions]  # [U', D]
         self.labels = task.labels[order]
@@ -122,84 +127,78 @@ class _Scan:
     def _allocate(self) -> None:
         device, rows = self.hidden.device, self.hidden.shape[0]
         shape = (max((stop - start for start, stop, _, _ in self.chunks), default=0), self.task.head.vocab_size)
-        self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(4)]
+        self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(BUFFERS)]
         self.ce, self.l1, self.agreement = (torch.zeros(rows, device=device, dtype=self.wide) for _ in range(3))
         if not self.with_grad:
             return
         self.grad_hidden = torch.zeros(self.hidden.shape, device=device, dtype=self.wide)
-        self.grad_markov = None if self.markov is None else torch.zeros_like(self.markov)
-        self.grad_w2 = None if self.w2 is None else torch.zeros_like(self.w2)
+        if self.markov is not None and self.w2 is not None:
+            self.grad_markov, self.grad_w2 = torch.zeros_like(self.markov), torch.zeros_like(self.w2)
 
     def run(self, start: int, stop: int, first: int, last: int) -> None:
         """Score rows ``start:stop``, which are judged by target positions ``first:last``."""
-        rows, count = slice(start, stop), stop - start
-        z, q, d = (buffer[:count] for buffer in self.buffers[:3])
-        p = self.buffers[3][: last - first]
-        judge = self.judge[rows] - first  # [n]
-        slope = self._logits(rows, slice(first, last), judge, z, p, scratch=q)
+        rows, judge = slice(start, stop), self.judge[start:stop] - first  # [n]
+        x, y, z = (buffer[: stop - start] for buffer in self.buffers)
+        target_logits, p = x[: last - first], y[: last - first]  # [u, V]
+        slope = self._logits(rows, slice(first, last), judge, z, target_logits)
+        torch.softmax(target_logits, -1, out=p)
         target_top = p.argmax(-1)[judge][:, None]  # [n, 1]
-        top = z.amax(-1)
-        label_logit = z.gather(1, self.labels[rows, None]).squeeze(1)
+        top, label_logit = z.amax(-1), z.gather(1, self.labels[rows, None]).squeeze(1)
         self.agreement[rows] = (z.gather(1, target_top).squeeze(1) >= top).to(self.wide)
-        torch.softmax(z, -1, out=q)
+        q = torch.softmax(z, -1, out=x)
         self.ce[rows] = top - q.amax(-1).log() - label_logit  # log sum exp z = max z - log max q
-        torch.index_select(p, 0, judge, out=d)
+        d = torch.index_select(p, 0, judge, out=z)
         d.sub_(q)  # p - q
-        self.l1[rows] = torch.linalg.vector_norm(d, ord=1, dim=-1)
+        self.l1[rows] = torch.abs(d, out=y).sum(-1)  # a sum is pairwise; a vector norm would lose digits over a large V
         if self.with_grad:
-            self._gradient(rows, q, d.sign_(), slope)
+            self._gradient(rows, q, torch.mul(q, d.sign_(), out=y), slope)
 
-    def _logits(
-        self, rows: slice, targets: slice, judge: Tensor, z: Tensor, p: Tensor, scratch: Tensor
-    ) -> Tensor | None:
-        """Fill ``z`` [n, V] with the draft's logits and ``p`` [u, V] with the target's probabilities.
+    def _logits(self, rows: slice, targets: slice, judge: Tensor, z: Tensor, target_logits: Tensor) -> Tensor | None:
+        """Fill ``z`` [n, V] with the draft's and ``target_logits`` [u, V] with the target's logits.
 
-        Returns the slope of the head's soft-cap [n, V] when it has one.
+        Returns the slope of the head's soft-cap at z [n, V] when it has one.
         """
         head = self.task.head
-        raw = scratch[: p.shape[0]]
-        project(self.target_hidden[targets], head.weight, raw)
+        project(self.target_hidden[targets], head.weight, target_logits)
         if self.task.mode == "exact":
             project(self.hidden[rows], head.weight, z)
         else:
             difference = self.hidden[rows].to(self.wide) - self.target_hidden[targets].to(self.wide)[judge]
             project(difference, head.weight, z, in_weight_precision=True)
-            z.add_(raw[judge])
-        slope = _finish(z, head)
-        _finish(raw, head)
-        torch.softmax(raw, -1, out=p)
+            z.add_(target_logits[judge])
+        _finish(target_logits, head, with_slope=False)
+        slope = _finish(z, head, with_slope=self.with_grad)
         if self.markov is not None and self.w2 is not None:
             z.addmm_(self.markov[rows], self.w2.t())
         return slope
 
-    def _gradient(self, rows: slice, q: Tensor, against: Tensor, slope: Tensor | None) -> None:
-        """Turn ``against`` = sign(p - q) [n, V] into d loss / dz and push it through head and Markov matrix."""
+    def _gradient(self, rows: slice, q: Tensor, grad: Tensor, slope: Tensor | None) -> None:
+        """Turn ``grad`` = q * sign(p - q) [n, V] into d loss / dz and push it through head and Markov matrix."""
         task, weights = self.task, self.weights[rows, None]
-        mean = torch.bmm(q[:, None], against[:, :, None])[:, 0]  # <q, sign(p - q)> [n, 1]
-        against.mul_(-task.l1 * weights).add_(weights * (task.ce + task.l1 * mean)).mul_(q)
-        against.scatter_add_(1, self.labels[rows, None], -task.ce * weights)
+        mean = grad.sum(-1, keepdim=True)  # <q, sign(p - q)>
+        grad.mul_(-task.l1 * weights).add_(q.mul_(weights * (task.ce + task.l1 * mean)))
+        grad.scatter_add_(1, self.labels[rows, None], -task.ce * weights)
         if self.markov is not None and self.w2 is not None:
-            torch.mm(against, self.w2, out=self.grad_markov[rows])
-            self.grad_w2.addmm_(against.t(), self.markov[rows])
+            torch.mm(grad, self.w2, out=self.grad_markov[rows])
+            self.grad_w2.addmm_(grad.t(), self.markov[rows])
         if slope is not None:
-            against.mul_(slope)
-        low = task.mode == "common_mode" or (against.is_cuda and self.hidden.dtype == task.head.weight.dtype)
-        back_project(against, task.head.weight, self.grad_hidden[rows], in_weight_precision=low)
+            grad.mul_(slope)
+        low = task.mode == "common_mode" or (grad.is_cuda and self.hidden.dtype == task.head.weight.dtype)
+        back_project(grad, task.head.weight, self.grad_hidden[rows], in_weight_precision=low)
         if task.head.logit_scale != 1.0:
             self.grad_hidden[rows].mul_(task.head.logit_scale)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Return the gradients in the caller's order of rows and in the precision of the inputs."""
         hidden, markov, w2 = self.source
-        grad_markov = (
-            None if self.grad_markov is None or markov is None else self.grad_markov[self.inverse].to(markov.dtype)
-        )
-        grad_w2 = None if self.grad_w2 is None or w2 is None else self.grad_w2.to(w2.dtype)
-        return self.grad_hidden[self.inverse].to(hidden.dtype), grad_markov, grad_w2
+        grad_hidden = self.grad_hidden[self.inverse].to(hidden.dtype)
+        if markov is None or w2 is None:
+            return grad_hidden, None, None
+        return grad_hidden, self.grad_markov[self.inverse].to(markov.dtype), self.grad_w2.to(w2.dtype)
 
 
 def _cut(counts: list[int], chunk_rows: int) -> list[tuple[int, int, int, int]]:
-    """Group target positions with ``counts`` rows each into chunks (first row, end row, first position, end position)."""
+    """Group target positions with ``counts`` rows each into chunks (first, end row; first, end position)."""
     chunks: list[tuple[int, int, int, int]] = []
     start = first = stop = 0
     for position, count in enumerate(counts):
@@ -210,8 +209,8 @@ def _cut(counts: list[int], chunk_rows: int) -> list[tuple[int, int, int, int]]:
     return [*chunks, (start, stop, first, len(counts))] if counts else []
 
 
-def _finish(raw: Tensor, head: FrozenHead) -> Tensor | None:
-    """Add bias, scale and soft-cap to ``raw`` in place; return d softcap / d input when there is a cap."""
+def _finish(raw: Tensor, head: FrozenHead, *, with_slope: bool) -> Tensor | None:
+    """Apply bias, scale and soft-cap to ``raw`` in place; return d softcap / d input when it is wanted and not 1."""
     if head.bias is not None:
         raw.add_(head.bias.to(raw.dtype))
     if head.logit_scale != 1.0:
@@ -219,6 +218,6 @@ def _finish(raw: Tensor, head: FrozenHead) -> Tensor | None:
     if head.logit_softcap is None:
         return None
     raw.div_(head.logit_softcap).tanh_()
-    slope = 1.0 - raw.square()
+    slope = 1.0 - raw.square() if with_slope else None
     raw.mul_(head.logit_softcap)
     return slope

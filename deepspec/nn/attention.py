@@ -21,7 +21,7 @@ def attend(
     *,
     backend: AttentionBackend = "sdpa",
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(Dh)) v as [B, H, n, Dh]. A query that may see nothing gives zeros, with zero gradient.
+    """Return softmax(q k^T / sqrt(Dh)) v as [B, H, n, Dh]. A query that may see nothing gives zeros (no gradient).
 
     Kernels disagree about such a query (zeros, a mean, NaN), so it is given everything to see and its result dropped.
     """

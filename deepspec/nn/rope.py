@@ -1,7 +1,7 @@
 """Rotary positions exactly as the target turns them.
 
-The frequencies come from transformers' own table of scaling rules, so that ``linear``, ``llama3``, ``yarn`` and the rest
-need no second definition. No table of positions is kept: any position can be asked for, however short the training
+The frequencies come from transformers' own table of scaling rules, so that ``linear``, ``llama3``, ``yarn`` and the
+rest need no second definition. No table of positions is kept: any position can be asked for, however short the training
 samples were. Rules that look at the sequence length (``dynamic``, ``longrope``) keep the frequencies of the target's
 usual length, because keys that are already cached could not follow a change.
 """
@@ -67,5 +67,6 @@ def _frequencies(parameters: dict[str, object], head_dim: int, max_position: int
         max_position_embeddings=max_position,
         rope_parameters=parameters,
     )
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    with torch.device("cpu"):  # also where the drafter's shapes alone are built, on the meta device
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     return frequencies.float(), float(scaling)

@@ -10,7 +10,7 @@ import torch
 from deepspec.errors import TargetError
 from deepspec.log import get_logger
 from deepspec.targets.layers import auto_layer_ids, validate_layer_ids
-from deepspec.targets.target import Target
+from deepspec.targets.target import Target, eos_ids
 
 if TYPE_CHECKING:
     from deepspec.config.schema import TargetConfig
@@ -48,6 +48,23 @@ def load_target(config: TargetConfig, device: str | torch.device = "cpu", dtype:
     layer_ids(config, target.info.num_layers)
     log.info("target %s: %s, %d layers, %s", config.name, hf_config.model_type, target.info.num_layers, device)
     return target
+
+
+def load_tokenizer(config: TargetConfig) -> tuple[Any, tuple[int, ...]]:
+    """Return the target's tokenizer and the ids that end its answers, without loading its weights.
+
+    Raises:
+        TargetError: no such folder, hub out of reach, or no tokenizer.
+    """
+    from transformers import GenerationConfig
+
+    path = _local_path(config)
+    hf_config = _read_config(config, path)
+    try:
+        generation = GenerationConfig.from_pretrained(path, revision=_revision(config))
+    except (OSError, ValueError):  # many models come without one
+        generation = None
+    return _read_tokenizer(config, path), eos_ids(generation, hf_config.get_text_config(decoder=True))
 
 
 def layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:

@@ -194,7 +194,7 @@ def _close(mine: Tensor, theirs: Tensor) -> bool:
 
 
 def _describe(model: Any, config: Any, name: str, embedding: Tensor) -> TargetInfo:
-    embed_scale, logit_scale, softcap = scales(config, config.model_type)
+    embed_scale, logit_scale, softcap = factors = scales(config, config.model_type)
     heads, kv_heads, head_dim = attention_shape(config)
     rope = flat_rope(config)
     return TargetInfo(
@@ -213,10 +213,8 @@ def _describe(model: Any, config: Any, name: str, embedding: Tensor) -> TargetIn
         embed_scale=embed_scale,
         logit_scale=logit_scale,
         logit_softcap=softcap,
-        fingerprint=fingerprint(
-            model, {"model_type": config.model_type, "rope": rope, "scales": [embed_scale, logit_scale, softcap]}
-        ),
-        eos_token_ids=_eos_ids(model, config),
+        fingerprint=fingerprint(model, {"type": config.model_type, "rope": rope, "scales": [*factors]}),
+        eos_token_ids=eos_ids(getattr(model, "generation_config", None), config),
     )
 
 
@@ -232,11 +230,10 @@ def fingerprint(model: nn.Module, essentials: dict[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _eos_ids(model: Any, config: Any) -> tuple[int, ...]:
-    """Return the ids that end generation, from the generation settings first."""
-    generation = getattr(model, "generation_config", None)
+def eos_ids(generation: Any, config: Any) -> tuple[int, ...]:
+    """Return the ids that end generation: those of the generation settings, else of the configuration."""
     value = getattr(generation, "eos_token_id", None)
-    value = config.eos_token_id if value is None else value
+    value = getattr(config, "eos_token_id", None) if value is None else value
     if value is None:
         return ()
     return (int(value),) if isinstance(value, int) else tuple(int(token) for token in value)

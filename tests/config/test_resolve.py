@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from deepspec.config.compose import compose, compose_run
 from deepspec.config.convert import Problems, build, describe, near
@@ -35,9 +38,20 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
+@cache
+def base(*groups: str) -> DictConfig:
+    return compose(["recipe=quickstart", *groups])
+
+
 def problems_of(*overrides: str, check_files: bool = False) -> list[str]:
+    """Return the mistakes of the quickstart with overrides; composing is slow, so single keys are set afterwards."""
+    groups = [o for o in overrides if o.partition("=")[0] in ("target", "data", "engine", "optim")]
+    cfg = copy.deepcopy(base(*groups))
+    OmegaConf.set_struct(cfg, False)
+    for key, _, value in (o.partition("=") for o in overrides if o not in groups):
+        OmegaConf.update(cfg, key, yaml.safe_load(value), force_add=True)
     with pytest.raises(ConfigError) as caught:
-        compose_run(["recipe=quickstart", *overrides], check_files=check_files)
+        resolve(cfg, check_files=check_files)
     return caught.value.problems
 
 
@@ -83,7 +97,7 @@ def test_a_missing_value_is_named_with_its_meaning() -> None:
 def test_every_mistake_is_reported_at_once() -> None:
     found = problems_of(
         "engine.micro_batchsize=4", "engine.global_batch_size=12", "engine.zero_stage=7", "optim.lr=fast", "lr=1",
-        "drafter.gama=3", "tracker.mode=onlin", "target.target_layer_ids=[9,1]", "+train.surprise=1", "train.keep=0",
+        "drafter.gama=3", "tracker.mode=onlin", "target.target_layer_ids=[9,1]", "train.surprise=1", "train.keep=0",
     )  # fmt: skip
     text = "\n".join(found)
     for expected in (
@@ -162,7 +176,7 @@ def test_a_local_target_is_checked_before_it_is_loaded(local_target: Path) -> No
     )
     assert found[0] == "target.mask_token_id=97: must be below the target's vocabulary size 97"
     assert "5 is the last of the target's 6 layers" in found[1]
-    assert "so ids end at 4" in found[2]
+    assert "9 is not one of -1 .. 4 (6 layers)" in found[2]
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

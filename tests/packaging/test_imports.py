@@ -151,6 +151,6 @@ def test_no_pickles(path: Path) -> None:
     assert not calls & {"torch.load", "torch.save"} and not uses(path, "pickle"), name_of(path)
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if is_root(p)], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in modules() if level_of(p) == TOP], ids=name_of)
 def test_a_command_only_puts_parts_together(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 80, name_of(path)

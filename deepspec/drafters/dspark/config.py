@@ -80,7 +80,7 @@ class DSparkConfig:
             problems.append(f"drafter.init={self.init!r} must be random or target")
         if self.confidence_head and self.confidence_with_markov and not self.uses_markov:
             problems.append(
-                "drafter.confidence_with_markov=true needs a Markov head: set it to false, or drafter.markov_head=vanilla"
+                "drafter.confidence_with_markov=true needs a Markov head: set it to false, or markov_head=vanilla"
             )
         return problems
 

@@ -7,7 +7,7 @@ is bidirectional. Tensor names are the published ones, which serving stacks load
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -74,6 +74,11 @@ class DSparkDrafter(Drafter):
             self.markov_head.reset()
         if self.confidence_head is not None:
             self.confidence_head.reset()
+
+    @property
+    def decoder_layers(self) -> list[DrafterLayer]:
+        """The layers, typed."""
+        return cast("list[DrafterLayer]", list(self.layers))
 
     def initialise_from(self, target_model: nn.Module) -> list[str]:
         """Copy what fits from the target's own layers; return a line for each part that was taken."""

@@ -1,4 +1,4 @@
-"""The training objective of DSpark: cross-entropy, L1 distance and confidence over the supervised slots of all blocks."""
+"""The training objective of DSpark: cross-entropy, L1 distance and confidence over the supervised slots."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def coefficients(config: DSparkConfig) -> dict[str, float]:
 
 
 def slot_mask(batch: Batch, gamma: int) -> Tensor:
-    """Return [B, A, K], True where slot j counts: all tokens up to a+1+j are supervised and in the anchor's document."""
+    """Return [B, A, K], True where slot j counts: all tokens up to a+1+j are supervised, in the anchor's document."""
     width = batch.input_ids.shape[1]
     target = batch.anchor_indices[..., None] + 1 + torch.arange(gamma, device=batch.input_ids.device)  # [B, A, K]
     inside = target < width

@@ -1,4 +1,4 @@
-"""Decoding with DSpark: context keys and values computed once, one pass over the block, then the Markov head token by token.
+"""Decoding with DSpark: context keys and values once, one pass over the block, then the Markov head token by token.
 
 A block is trained with K slots that see each other in both directions. The pass therefore always feeds all K slots,
 also when fewer tokens are asked for; only the head is limited to the slots that are asked for.
@@ -62,7 +62,7 @@ def extend(drafter: DSparkDrafter, state: DecodingState, hidden: Tensor) -> None
         )
     context = drafter.context(hidden)[None]  # [1, t, D]
     rotation = (state.cos[first:last], state.sin[first:last])
-    for index, layer in enumerate(drafter.layers):
+    for index, layer in enumerate(drafter.decoder_layers):
         keys, values = layer.self_attn.keys_values(context, rotation)
         state.keys[index][:, :, first:last] = keys
         state.values[index][:, :, first:last] = values
@@ -76,7 +76,7 @@ def propose(
     """Draft ``num_tokens`` tokens after ``anchor``, which sits right behind the state's positions."""
     if not 1 <= num_tokens <= drafter.conventions.gamma:
         raise ConfigError(
-            f"{num_tokens} tokens asked of a drafter trained for 1 .. {drafter.conventions.gamma}: change evaluate.gamma"
+            f"{num_tokens} tokens asked of a drafter for 1 .. {drafter.conventions.gamma}: change evaluate.gamma"
         )
     hidden = _block_states(drafter, state, anchor)[:num_tokens]  # [k, D]
     return _sample(drafter, hidden, anchor, sampler)
@@ -87,7 +87,7 @@ def _block_states(drafter: DSparkDrafter, state: DecodingState, anchor: int) -> 
     gamma, first = drafter.conventions.gamma, state.length
     x = drafter.block_inputs(torch.tensor([anchor], device=state.cos.device))  # [1, K, D]
     rotation = (state.cos[first : first + gamma], state.sin[first : first + gamma])
-    for index, layer in enumerate(drafter.layers):
+    for index, layer in enumerate(drafter.decoder_layers):
         x = _layer(layer, x, state, index, rotation, drafter)
     return drafter.norm(x)[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ def test_split_report_and_repetition(tmp_path: Path, tokenizer: Any) -> None:
     lines = split_lines("train", path, samples)
     assert lines[0] == f"train: {path}"
     assert lines[1].startswith("  2 conversations -> 2 samples")
-    share = float(repetition_line(samples).rpartition(" ")[2].rstrip("%"))
-    assert 30 < share < 100
+    shares = [float(x) for x in re.findall(r"([\d.]+)%", repetition_line(samples))]
+    assert len(shares) == 2
+    assert 30 < shares[1] <= shares[0] < 100
 
 
 def test_separation_ignores_the_system_prompt_and_the_answer(tmp_path: Path) -> None:

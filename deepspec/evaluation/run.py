@@ -1,0 +1,161 @@
+"""Score a drafter on prompts: acceptance, the lossless check, speed, and one answer to look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from deepspec.errors import ConfigError
+from deepspec.evaluation.acceptance import Acceptance, Decoded, Prompt, by_domain, committed_and_rounds, decode_prompts
+from deepspec.evaluation.estimator import estimate
+from deepspec.evaluation.lossless import LosslessReport, compare_greedy
+from deepspec.evaluation.replay import replay
+from deepspec.evaluation.speed import BASELINE, Speed, measure
+from deepspec.evaluation.statistics import Interval, bootstrap_difference, resample
+from deepspec.inference.accelerate import accelerate
+from deepspec.inference.decoder import SpeculativeDecoder
+from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer
+from deepspec.inference.sampling import SamplerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from deepspec.config.schema import EvaluateConfig
+    from deepspec.drafters.base import Drafter
+    from deepspec.targets.target import Target
+
+LOOKUP, SPECULATIVE = "prompt lookup", "speculative"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt and what two decoders made of it, as text."""
+
+    prompt: str
+    plain: str
+    speculative: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Everything that was measured."""
+
+    gamma: int
+    temperature: float
+    max_new_tokens: int
+    acceptance: dict[str, Acceptance]
+    lookup: dict[str, Acceptance]
+    """Prompt lookup on the same texts, where they are greedy and were decoded plainly."""
+    gain: Interval | None
+    """Accepted length of the drafter minus that of prompt lookup, paired by prompt."""
+    expected_length: float
+    """Expected accepted length when sampling at temperature 1 along the decoded texts."""
+    lossless: LosslessReport | None
+    speed: list[Speed]
+    timing_threads: int
+    timing_new_tokens: int
+    answer: Answer
+
+
+def score(
+    target: Target, drafter: Drafter, prompts: Sequence[Prompt], config: EvaluateConfig, stop_ids: Collection[int]
+) -> Scores:
+    """Decode ``prompts`` in every way that ``config`` asks for.
+
+    Raises:
+        ConfigError: there is no prompt, or ``evaluate.gamma`` is more than the drafter was trained for.
+    """
+    if not prompts:
+        raise ConfigError("data.test holds no prompt that could be scored")
+    trained = drafter.conventions.gamma
+    gamma = config.gamma or trained
+    if gamma > trained:
+        raise ConfigError(f"evaluate.gamma={gamma} is more than the {trained} tokens that the drafter was trained for")
+    accelerate(target, drafter)
+    evaluation = _Evaluation(target, drafter, config, stop_ids, gamma)
+    speculative = evaluation.decode(SPECULATIVE, prompts)
+    greedy = config.temperature == 0.0
+    plain = evaluation.decode(BASELINE, prompts if greedy and config.check_lossless else prompts[:1])
+    whole = len(plain) == len(prompts) and greedy
+    lookup = evaluation.replay(plain) if whole else []
+    return Scores(
+        gamma=gamma,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        acceptance=by_domain(speculative, config.bootstrap, config.seed),
+        lookup=by_domain(lookup, config.bootstrap, config.seed) if lookup else {},
+        gain=_gain(speculative, lookup, config) if lookup else None,
+        expected_length=estimate(target, drafter, speculative),
+        lossless=compare_greedy(target, plain, speculative) if whole else None,
+        speed=evaluation.time(prompts),
+        timing_threads=config.threads,
+        timing_new_tokens=config.timing_new_tokens,
+        answer=evaluation.answer(plain[0], speculative[0]),
+    )
+
+
+class _Evaluation:
+    """The three decoders of one evaluation."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, config: EvaluateConfig, stop_ids: Collection[int], gamma: int
+    ) -> None:
+        self._target, self._config, self._stop_ids, self._gamma = target, config, stop_ids, gamma
+        proposer = DrafterProposer(drafter)
+        proposer.gamma = gamma
+        self._decoders = {
+            BASELINE: SpeculativeDecoder(target, PlainProposer()),
+            LOOKUP: SpeculativeDecoder(target, self.lookup()),
+            SPECULATIVE: SpeculativeDecoder(target, proposer),
+        }
+
+    def lookup(self) -> PromptLookupProposer:
+        return PromptLookupProposer(self._target.info.vocab_size, self._gamma)
+
+    def decode(self, name: str, prompts: Sequence[Prompt]) -> list[Decoded]:
+        settings = SamplerSettings(self._config.temperature, self._config.seed)
+        return decode_prompts(
+            self._decoders[name],
+            prompts,
+            self._config.max_new_tokens,
+            lambda index: replace(settings, seed=settings.seed + index),
+            self._stop_ids,
+            what=f"decode ({name})",
+        )
+
+    def replay(self, plain: Sequence[Decoded]) -> list[Decoded]:
+        vocab_size, room = self._target.info.vocab_size, self._config.max_new_tokens
+        return replay(plain, self.lookup(), vocab_size, room, self._stop_ids)
+
+    def time(self, prompts: Sequence[Prompt]) -> list[Speed]:
+        chosen = spread(prompts, self._config.timing_prompts)
+        if not chosen:
+            return []
+        return measure(
+            self._decoders,
+            chosen,
+            self._config.timing_new_tokens,
+            SamplerSettings(self._config.temperature, self._config.seed),
+            self._stop_ids,
+            threads=self._config.threads,
+            resamples=self._config.bootstrap,
+            seed=self._config.seed,
+        )
+
+    def answer(self, plain: Decoded, speculative: Decoded) -> Answer:
+        def text(tokens: list[int]) -> str:
+            return str(self._target.tokenizer.decode(tokens, skip_special_tokens=True))
+
+        return Answer(text(plain.prompt.ids), text(plain.generation.tokens), text(speculative.generation.tokens))
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return at most ``count`` prompts, evenly spaced, so that every domain is among them."""
+    if len(prompts) <= count:
+        return list(prompts)
+    return [prompts[n * len(prompts) // count] for n in range(count)]
+
+
+def _gain(speculative: Sequence[Decoded], lookup: Sequence[Decoded], config: EvaluateConfig) -> Interval:
+    draws = resample(len(speculative), config.bootstrap, config.seed)
+    return bootstrap_difference(committed_and_rounds(speculative), committed_and_rounds(lookup), draws)

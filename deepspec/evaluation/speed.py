@@ -1,0 +1,109 @@
+"""Tokens per second of several proposers on the same prompts, one after the other in one process.
+
+The order of the proposers rotates from prompt to prompt, so that a machine that is busy for a while slows all of them.
+What is compared are the ratios of pairs: the same prompt, moments apart.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspec.evaluation.statistics import Interval, bootstrap_median, resample
+from deepspec.inference.sampling import SamplerSettings
+from deepspec.log import progress
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from deepspec.evaluation.acceptance import Prompt
+    from deepspec.inference.decoder import Generation, SpeculativeDecoder
+
+WARM_UP_TOKENS = 8
+BASELINE = "plain"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The timing of one proposer."""
+
+    name: str
+    tokens_per_second: Interval
+    """New tokens over the whole time, prefill included: median over prompts."""
+    decode_tokens_per_second: Interval
+    """Tokens after the first over the time after the prefill: median over prompts."""
+    ratio: Interval
+    """Median over prompts of tokens_per_second over that of plain decoding."""
+    decode_ratio: Interval
+    accepted_length: float
+    per_prompt: list[float]
+
+
+@contextmanager
+def pinned(threads: int) -> Iterator[None]:
+    """Use ``threads`` threads of PyTorch; a single one stays on one core where the system allows it."""
+    before = torch.get_num_threads()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    torch.set_num_threads(threads)
+    try:
+        if threads == 1 and cores:
+            os.sched_setaffinity(0, {max(cores)})
+        yield
+    finally:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        torch.set_num_threads(before)
+
+
+def measure(
+    decoders: Mapping[str, SpeculativeDecoder],
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    settings: SamplerSettings | None = None,
+    stop_ids: Collection[int] = (),
+    *,
+    threads: int = 1,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> list[Speed]:
+    """Time every decoder on every prompt; ``decoders`` must hold ``plain``, the one the others are compared with."""
+    settings = settings or SamplerSettings()
+    names = list(decoders)
+    runs: dict[str, list[Generation]] = {name: [] for name in names}
+    with pinned(threads):
+        for decoder in decoders.values():
+            decoder.generate(prompts[0].ids, WARM_UP_TOKENS, settings)
+        for index, prompt in enumerate(progress(prompts, len(prompts), "time")):
+            for name in names[index % len(names) :] + names[: index % len(names)]:
+                runs[name].append(decoders[name].generate(prompt.ids, max_new_tokens, settings, stop_ids))
+    draws = resample(len(prompts), resamples, seed)
+    return [_speed(name, runs[name], runs[BASELINE], draws) for name in names]
+
+
+def _speed(name: str, runs: list[Generation], baseline: list[Generation], draws: torch.Tensor) -> Speed:
+    whole = [_whole(g) for g in runs]
+    decode = [_decode(g) for g in runs]
+    rounds = sum(len(g.rounds) for g in runs)
+    return Speed(
+        name=name,
+        tokens_per_second=bootstrap_median(whole, draws),
+        decode_tokens_per_second=bootstrap_median(decode, draws),
+        ratio=bootstrap_median([a / _whole(b) for a, b in zip(whole, baseline, strict=True)], draws),
+        decode_ratio=bootstrap_median([a / _decode(b) for a, b in zip(decode, baseline, strict=True)], draws),
+        accepted_length=sum(len(g.tokens) - 1 for g in runs) / rounds if rounds else float("nan"),
+        per_prompt=whole,
+    )
+
+
+def _whole(generation: Generation) -> float:
+    return len(generation.tokens) / generation.seconds
+
+
+def _decode(generation: Generation) -> float:
+    """Return tokens per second after the prefill; a text that ended with the first token counts as the whole."""
+    seconds = generation.seconds - generation.prefill_seconds
+    return (len(generation.tokens) - 1) / seconds if generation.rounds else _whole(generation)

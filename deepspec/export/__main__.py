@@ -1,0 +1,71 @@
+"""``python -m deepspec.export run=DIR``: from a trained run to a verified, quantised inference package.
+
+    python -m deepspec.export run=runs/quickstart
+    python -m deepspec.export run=runs/quickstart export.profile=bf16 export.out=packages/mine
+
+The newest checkpoint of the run is written, reloaded from disk, and compared with the trained drafter: its
+distributions on test conversations, and its accepted length on decoded prompts. A package that strays is not written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepspec.config.cli import hydra_command
+
+if TYPE_CHECKING:
+    from deepspec.config.schema import ExportCommand
+
+
+@hydra_command("export")
+def main(cfg: ExportCommand) -> None:
+    """Write a verified, quantised inference package from a trained run."""
+    from deepspec.data.chat import ChatRenderer
+    from deepspec.drafters.files import load_drafter, newest_drafter, read_description, target_info
+    from deepspec.drafters.registry import drafter_from_dict
+    from deepspec.errors import ConfigError
+    from deepspec.export.card import Origin
+    from deepspec.export.material import read_material
+    from deepspec.export.run import export_package
+    from deepspec.log import emit
+    from deepspec.targets.load import load_target
+
+    run, settings = cfg.config, cfg.config.export
+    if run.data.test is None:
+        raise ConfigError("data.test is not set: export compares the package with the drafter on test conversations")
+    out = Path(settings.out) if settings.out else Path(cfg.run) / f"package-{settings.profile}"
+    checkpoint = newest_drafter(Path(cfg.run))
+    description = read_description(checkpoint)
+    drafter = load_drafter(checkpoint)
+    target = load_target(run.target)
+    drafter.bind(target.head)
+    eos = target.info.eos_token_ids
+    renderer = ChatRenderer(
+        target.tokenizer, run.target.template_options, eos_token_ids=eos, max_length=run.data.max_length
+    )
+    material = read_material(
+        run.data.test,
+        renderer,
+        prompts=settings.verify_prompts,
+        max_new_tokens=run.evaluate.max_new_tokens,
+        stop_ids=renderer.eos_token_ids,
+    )
+    exported = export_package(
+        drafter,
+        drafter_from_dict(description["drafter"]),
+        target_info(description, checkpoint),
+        target,
+        out,
+        material,
+        profile=settings.profile,
+        max_length_change=settings.max_length_change,
+        force=settings.force,
+        origin=Origin(run.recipe, run.data.name, description["step"], run.target.path),
+    )
+    emit(exported.report)
+    emit(f"package: {exported.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The card of a package: what it is, what was measured, and how to use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import deepspec
+from deepspec.export.sizes import size_rows
+from deepspec.export.verify import verification_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deepspec.export.sizes import PartSize
+    from deepspec.export.verify import Verification
+    from deepspec.inference.package_config import PackageConfig
+
+SIZE_HEAD = ("part", "parameters", "16-bit", "package", "saved")
+VERIFICATION_NOTE = """Both drafters, the trained one in fp32 and this package as reloaded from disk, drafted for
+the same target, prompts and tokens. The accepted length is pooled over rounds; rounds cut by the end of the text are
+left out. The total variation between the two drafters' distributions bounds the change of a slot's acceptance.
+"""
+VERIFY_HEAD = ("", "trained drafter", "package", "change")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a drafter comes from, in words for the card."""
+
+    recipe: str = ""
+    data: str = ""
+    step: int | None = None
+    target_path: str = ""
+
+
+def card_text(
+    config: PackageConfig, verification: Verification, sizes: Sequence[PartSize], origin: Origin, *, forced: bool
+) -> str:
+    """Return the card as Markdown."""
+    parts = [f"# Drafter for {_safe(config.target.name)}, {config.profile}\n"]
+    if forced:
+        parts.append("**Written by force although it failed its verification:**\n\n" + _bullets(verification.problems))
+    parts += [
+        _facts(config, origin),
+        "## Against the trained drafter\n",
+        table(VERIFY_HEAD, verification_rows(verification)),
+    ]
+    parts += [VERIFICATION_NOTE, "## Size\n", table(SIZE_HEAD, _size_rows(config, sizes)), _usage(config, origin)]
+    return "\n".join(parts)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table whose columns are aligned for reading as plain text too."""
+    cells = [list(head), *[list(row) for row in rows]]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(head))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def report_text(config: PackageConfig, verification: Verification, sizes: Sequence[PartSize]) -> str:
+    """Return the two tables for the terminal."""
+    return table(VERIFY_HEAD, verification_rows(verification)) + "\n" + table(SIZE_HEAD, _size_rows(config, sizes))
+
+
+def _facts(config: PackageConfig, origin: Origin) -> str:
+    window = "none" if config.sliding_window is None else str(config.sliding_window)
+    facts = {
+        "target": ", ".join(_safe(t) for t in (config.target.name, config.target.model_type) if t),
+        "target's fingerprint": _safe(config.target.fingerprint),
+        "recipe": _safe(origin.recipe),
+        "data": _safe(origin.data),
+        "optimiser steps": "" if origin.step is None else str(origin.step),
+        "drafted tokens (gamma)": str(config.gamma),
+        "block layout": config.block_layout,
+        "target layers": ", ".join(map(str, config.target_layer_ids)),
+        "mask token": str(config.mask_token_id),
+        "sliding window": window,
+        "DeepSpec": deepspec.__version__,
+    }
+    return _bullets([f"{key}: {value}" for key, value in facts.items() if value])
+
+
+def _size_rows(config: PackageConfig, sizes: Sequence[PartSize]) -> list[tuple[str, ...]]:
+    return size_rows(list(sizes), config.vocab_size, config.hidden_size)
+
+
+def _usage(config: PackageConfig, origin: Origin) -> str:
+    target = _safe(origin.target_path or config.target.name)
+    return (
+        "## How to load\n\n"
+        "The target's embedding and head are not stored here; the drafter uses the target's own.\n\n"
+        f'    python -m deepspec.inference PACKAGE --target {target} --prompt "..."\n\n'
+        "    from deepspec.inference.package import load_package\n"
+        "    drafter = load_package(PACKAGE, target)  # a deepspec.targets Target\n"
+    )
+
+
+def _bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines) + "\n"
+
+
+def _safe(text: str) -> str:
+    """Keep text of foreign origin from becoming markup."""
+    plain = " ".join(str(text).split())
+    return "".join(f"\\{c}" if c in "\\`*<>[]|#" else c for c in plain)

@@ -1,0 +1,144 @@
+"""Load an inference package and bind it to its target.
+
+Everything is checked before memory is taken, and every fault has a message that names it: checksums, the config's keys
+and their agreement, the target, and each tensor's name, shape and type against what the drafter needs. Nothing in a
+package is executed: there is no pickle, ``auto_map`` is not followed, and a drafter from outside DeepSpec is only built
+when the caller names its class.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from deepspec.drafters.registry import TARGET_KEY, drafter_from_dict, drafter_to_dict
+from deepspec.errors import ConfigError, PackageError
+from deepspec.inference.package_checks import (
+    BindableTarget,
+    TensorKind,
+    build_drafter,
+    check_files,
+    check_header,
+    check_target,
+    check_tensors,
+)
+from deepspec.inference.package_config import CONFIG, WEIGHTS, PackageConfig, read_config
+from deepspec.nn.int8 import Int8Linear, dequantise, int8_kernel_pays
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deepspec.drafters.base import Drafter, DrafterConfig
+    from deepspec.nn.head import FrozenHead
+
+OWN_DRAFTER = re.compile(r"deepspec\.drafters\.[a-z0-9_]+\.config\.[A-Za-z0-9]+")
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8"}
+
+
+def is_package(path: str | Path) -> bool:
+    """Whether ``path`` looks like a package folder."""
+    return (Path(path) / CONFIG).is_file() and (Path(path) / WEIGHTS).is_file()
+
+
+def load_package(
+    path: str | Path,
+    target: BindableTarget,
+    *,
+    dtype: torch.dtype | None = None,
+    allow_other_target: bool = False,
+    trusted_drafters: tuple[str, ...] = (),
+) -> Drafter:
+    """Load a package, check it, and return its drafter bound to ``target``, ready to propose.
+
+    Args:
+        path: The package's folder.
+        target: The target that verifies the drafts; the drafter uses its embedding and head.
+        dtype: Precision to run in; None takes the target's when that is a float type, else the package's own.
+        allow_other_target: Accept another revision of the target than the one trained with (same shapes).
+        trusted_drafters: Dotted paths of configuration classes outside DeepSpec that may be imported.
+
+    Raises:
+        PackageError: With the file, key or tensor that is wrong.
+    """
+    folder = Path(path)
+    check_files(folder)
+    config = read_config(folder)
+    check_target(config, target, allow_other_target)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as weights:
+            check_header(config, weights.metadata() or {}, folder / WEIGHTS)
+            drafter_config = _drafter_config(config, trusted_drafters)
+            check_tensors(config, drafter_config, {name: _kind(weights.get_slice(name)) for name in weights.keys()})
+            tensors = {name: weights.get_tensor(name) for name in weights.keys()}
+    except (OSError, SafetensorError) as error:
+        raise PackageError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    _check_values(tensors)
+    drafter = build_drafter(config, drafter_config)
+    _fill(drafter, config, tensors, dtype or _default_dtype(config, target.head), target.head.weight.device)
+    drafter.bind(target.head)
+    return drafter.eval().requires_grad_(False)
+
+
+def _drafter_config(config: PackageConfig, trusted: tuple[str, ...]) -> DrafterConfig:
+    name = str(config.drafter.get(TARGET_KEY))
+    if not OWN_DRAFTER.fullmatch(name) and name not in trusted:
+        raise PackageError(
+            f"{CONFIG}: drafter.{TARGET_KEY}={name!r} is not a drafter of DeepSpec, and a package "
+            "runs no code of its own: pass the name in trusted_drafters if you trust it"
+        )
+    try:
+        drafter_config = drafter_from_dict(config.drafter)
+        problems = drafter_config.problems()
+        whole = drafter_to_dict(drafter_config)
+    except (ConfigError, TypeError, ValueError) as error:
+        raise PackageError(f"{CONFIG}: drafter: {error}") from error
+    problems += [f"drafter.{key} is missing" for key in whole if key not in config.drafter]
+    if problems:
+        raise PackageError("\n".join(f"{CONFIG}: {problem}" for problem in problems))
+    return drafter_config
+
+
+def _kind(entry: Any) -> TensorKind:
+    return tuple(entry.get_shape()), HEADER_DTYPES.get(entry.get_dtype(), entry.get_dtype())
+
+
+def _check_values(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise PackageError(f"{WEIGHTS}: tensor {name} holds values that are not finite")
+        if name.endswith("_scale") and not bool((tensor > 0).all()):
+            raise PackageError(f"{WEIGHTS}: tensor {name} holds scales that are not above 0")
+
+
+def _fill(
+    drafter: Drafter, config: PackageConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Put the weights in place, INT8 ones as they are where that pays, and move the drafter to ``device``."""
+    keep_int8 = int8_kernel_pays(device, dtype)
+    state: dict[str, Tensor] = {}
+    for name in (n for n in tensors if n.removesuffix("_scale") not in config.quantised):
+        state[name] = tensors[name].to(dtype)
+    for name in config.quantised:
+        values, scale = tensors[name], tensors[f"{name}_scale"]
+        if keep_int8:
+            _replace(drafter, name.removesuffix(".weight"), Int8Linear(values, scale))
+            state |= {name: values, f"{name}_scale": scale}
+        else:
+            state[name] = dequantise(values, scale, dtype)
+    drafter.load_state_dict(state, strict=True, assign=True)
+    drafter.to(device)
+
+
+def _replace(drafter: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(drafter.get_submodule(parent), child, module)
+
+
+def _default_dtype(config: PackageConfig, head: FrozenHead) -> torch.dtype:
+    return head.weight.dtype if head.weight.is_floating_point() else DTYPES[config.dtype]

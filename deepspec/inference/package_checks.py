@@ -1,0 +1,195 @@
+"""The checks that a package has to pass: its files, its target, and its tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from deepspec.errors import DeepSpecError, PackageError
+from deepspec.inference.package_config import CHECKSUMS, CONFIG, HEADER_KEY, WEIGHTS, PackageConfig, read_json, to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from deepspec.contracts import TargetInfo
+    from deepspec.drafters.base import Drafter, DrafterConfig
+    from deepspec.nn.head import FrozenHead
+
+TensorKind = tuple[tuple[int, ...], str]  # shape, type
+
+REVISION = ("fingerprint", "max_position_embeddings", "rope_parameters")
+"""What another revision of the same target may change; it is refused unless the caller allows it."""
+STRUCTURE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "embed_scale",
+    "logit_scale",
+    "logit_softcap",
+)
+"""What makes a target unusable for the drafter when it differs."""
+
+
+class BindableTarget(Protocol):
+    """What a package needs of a target: ``targets.Target`` fits."""
+
+    @property
+    def info(self) -> TargetInfo:
+        """Its plain values."""
+        ...
+
+    @property
+    def head(self) -> FrozenHead:
+        """Its frozen embedding and head."""
+        ...
+
+
+def check_files(folder: Path) -> None:
+    """Compare every file of the package with its checksum; names must stay inside the folder."""
+    if not folder.is_dir():
+        raise PackageError(f"{folder} is not a folder; give a package that deepspec.export has written")
+    stated = read_json(folder, CHECKSUMS)
+    files = stated.get("sha256")
+    if set(stated) != {"sha256"} or not isinstance(files, dict):
+        raise PackageError(f"{folder / CHECKSUMS} must hold one object, sha256")
+    for name in (CONFIG, WEIGHTS):
+        if name not in files:
+            raise PackageError(f"{folder / CHECKSUMS} has no checksum of {name}")
+    for name, digest in files.items():
+        _check_inside(folder, name)
+        found = file_digest(folder / name)
+        if found != digest:
+            raise PackageError(f"{folder / name} is damaged or was changed: sha256 {found}, {CHECKSUMS} says {digest}")
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a file."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise PackageError(f"{path} cannot be read: {error}") from error
+
+
+def check_target(config: PackageConfig, target: BindableTarget, allow_other_target: bool = False) -> None:
+    """Refuse a target that the drafter was not trained with."""
+    ours, theirs = _plain(config.target), _plain(target.info)
+    different = [name for name in STRUCTURE if ours[name] != theirs[name]]
+    if different:
+        raise PackageError(f"the package does not fit this target: {_differences(ours, theirs, different)}")
+    shape = (config.vocab_size, config.hidden_size)
+    for part, tensor in (("embedding", target.head.embedding), ("head", target.head.weight)):
+        if tuple(tensor.shape) != shape:
+            raise PackageError(f"the target's {part} is {list(tensor.shape)}, the package needs {list(shape)}")
+    revised = [name for name in REVISION if ours[name] != theirs[name]]
+    if revised and not allow_other_target:
+        raise PackageError(
+            f"the package was trained with another revision of {config.target.name}: "
+            f"{_differences(ours, theirs, revised)}. Use the target it was trained with, or allow_other_target=True, "
+            "which stays lossless but accepts fewer tokens"
+        )
+
+
+def check_header(config: PackageConfig, metadata: Mapping[str, str], path: Path) -> None:
+    """Compare the config with its copy in the weights' header, key by key."""
+    try:
+        copy = json.loads(metadata[HEADER_KEY])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise PackageError(f"{path}: the header does not hold the package's config ({HEADER_KEY})") from error
+    changed = list(_changes(to_json(config), copy))
+    if changed:
+        raise PackageError(
+            f"{CONFIG} was changed after the weights were written, their header disagrees: " + "; ".join(changed)
+        )
+
+
+def check_tensors(config: PackageConfig, drafter_config: DrafterConfig, found: Mapping[str, TensorKind]) -> None:
+    """Compare the tensors of the file with those that the config needs; nothing is loaded for it."""
+    layers = config.drafter.get("num_layers", 0)
+    if isinstance(layers, int) and layers > len(found):
+        raise PackageError(f"{CONFIG}: drafter.num_layers={layers} is more than {WEIGHTS} has tensors")
+    problems = tensor_problems(expected_tensors(config, drafter_config), found)
+    if problems:
+        raise PackageError("\n".join(f"{WEIGHTS}: {problem}" for problem in problems))
+
+
+def expected_tensors(config: PackageConfig, drafter_config: DrafterConfig) -> dict[str, TensorKind]:
+    """Return shape and type of every tensor that the package must hold, from its config alone."""
+    with torch.device("meta"):
+        shapes = {n: tuple(t.shape) for n, t in build_drafter(config, drafter_config).state_dict().items()}
+    unknown = [name for name in config.quantised if len(shapes.get(name, ())) != 2]
+    if unknown:
+        raise PackageError(f"{CONFIG}: quantisation.tensors names {', '.join(unknown)}, no matrix of this drafter")
+    expected: dict[str, TensorKind] = {}
+    for name, shape in shapes.items():
+        expected[name] = (shape, "int8" if name in config.quantised else config.dtype)
+        if name in config.quantised:
+            expected[f"{name}_scale"] = ((shape[0], 1), "float32")
+    return expected
+
+
+def found_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
+    """Return shape and type of tensors in memory."""
+    return {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+
+
+def tensor_problems(expected: Mapping[str, TensorKind], found: Mapping[str, TensorKind]) -> list[str]:
+    """List every tensor that is missing, unknown, of another shape or of another type."""
+    problems = [f"tensor {name} is missing" for name in expected if name not in found]
+    problems += [f"tensor {name} is unknown" for name in found if name not in expected]
+    for name in (n for n in expected if n in found):
+        (shape, dtype), (found_shape, found_dtype) = expected[name], found[name]
+        if shape != found_shape:
+            problems.append(f"tensor {name} has shape {list(found_shape)}, the config asks for {list(shape)}")
+        if dtype != found_dtype:
+            problems.append(f"tensor {name} has type {found_dtype}, the config asks for {dtype}")
+    return problems
+
+
+def build_drafter(config: PackageConfig, drafter_config: DrafterConfig) -> Drafter:
+    """Build the drafter and compare its conventions with the package's."""
+    try:
+        drafter = drafter_config.build(config.target, config.target_layer_ids, config.mask_token_id)
+    except (ArithmeticError, DeepSpecError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise PackageError(f"{CONFIG}: the drafter cannot be built from it: {error}") from error
+    for name, value in vars(config.conventions).items():
+        built = getattr(drafter.conventions, name)
+        if built != value:
+            raise PackageError(f"{CONFIG}: {name}={value!r} contradicts the drafter section, which builds {built!r}")
+    return drafter
+
+
+def _changes(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted({*ours, *theirs}):
+            yield from _changes(ours.get(key), theirs.get(key), f"{where}.{key}" if where else key)
+    elif ours != theirs or type(ours) is not type(theirs):
+        yield f"{where} is {ours!r}, was {theirs!r}"
+
+
+def _plain(info: TargetInfo) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(info)))
+    return plain
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: list[str]) -> str:
+    return "; ".join(f"{name} is {theirs[name]!r}, the package says {ours[name]!r}" for name in names)
+
+
+def _check_inside(folder: Path, name: object) -> None:
+    if not isinstance(name, str) or name in {"", ".", ".."} or "/" in name or "\\" in name or "\0" in name:
+        raise PackageError(f"{folder / CHECKSUMS} names {name!r}, which is not a file beside it")
+    if (folder / name).resolve().parent != folder.resolve():
+        raise PackageError(f"{folder / name} leads out of the package's folder")

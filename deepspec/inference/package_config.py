@@ -1,0 +1,286 @@
+"""What ``config.json`` of an inference package says, and the rules that it must obey.
+
+The writer and the reader share this one dataclass. Every convention is spelled out, none has a default: a package that
+leaves a field out is refused, because a guess would load and then draft nonsense. Where a value can be told in two ways
+(block_size and gamma, the rope parameters of package and target) both are written and have to agree.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from deepspec.contracts import BlockLayout, Conventions, TargetInfo
+from deepspec.errors import ConfigError, PackageError
+from deepspec.targets.layers import validate_layer_ids
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FORMAT = "deepspec-package"
+VERSION = 1
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+CHECKSUMS = "checksums.json"
+CARD = "card.md"
+HEADER_KEY = "deepspec_config"
+"""Key of the copy of ``config.json`` in the header of the weights: neither can be changed without the other."""
+MAX_CONFIG_BYTES = 1 << 20
+
+MEANINGS = {
+    "target_layer_ids": "k is the output of decoder layer k of the target, counted from 0, before the final norm; "
+    "-1 is the output of the embedding",
+    "block_layout": "anchor_first: the inputs are the anchor and gamma-1 masks at positions a .. a+gamma-1, slot "
+    "j = 0 .. gamma-1 predicts the token at a+1+j. fill_in: the inputs are the anchor and gamma masks at a .. a+gamma, "
+    "slot j = 1 .. gamma predicts the token at a+j",
+    "context": "a block reads the target's features of positions before its anchor; attention inside the block is "
+    "bidirectional",
+    "positions": "every token keeps its own position in the sequence; context keys are turned at their own positions",
+    "sliding_window": "null sees the whole context; w: a query at position p sees context positions >= p-(w-1) and the "
+    "whole of its block",
+    "embeddings": "embedding and head are the target's own, with its scales and soft-cap; they are not stored here",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How the tensors in ``tensors`` are stored: ``X`` as int8 [o, i] and ``X_scale`` as fp32 [o, 1]."""
+
+    scheme: Literal["int8_per_output_channel"]
+    bits: Literal[8]
+    symmetric: Literal[True]
+    activations: Literal["unquantised"]
+    scale_dtype: Literal["float32"]
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PackageConfig:
+    """The contents of ``config.json``."""
+
+    format: str
+    version: int
+    layout: Literal["native"]
+    profile: Literal["bf16", "fp16", "fp16_int8"]
+    dtype: Literal["bfloat16", "float16"]
+    block_layout: BlockLayout
+    anchor_predicts: bool
+    gamma: int
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    sliding_window: int | None
+    is_causal: Literal[False]
+    rope_parameters: Mapping[str, object]
+    max_position_embeddings: int
+    vocab_size: int
+    hidden_size: int
+    embeddings: Literal["target"]
+    meanings: Mapping[str, object]
+    quantisation: Quantisation | None
+    drafter: Mapping[str, object]
+    target: TargetInfo
+
+    @property
+    def conventions(self) -> Conventions:
+        """The block conventions."""
+        return Conventions(**{f.name: getattr(self, f.name) for f in fields(Conventions)})
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Names of the tensors that are stored as int8."""
+        return self.quantisation.tensors if self.quantisation else ()
+
+
+def make_config(
+    *,
+    profile: str,
+    conventions: Conventions,
+    target: TargetInfo,
+    drafter: Mapping[str, object],
+    quantised: tuple[str, ...] = (),
+) -> PackageConfig:
+    """Build the config of a native package from what the drafter and its target say."""
+    block_size = conventions.gamma + (conventions.block_layout == "fill_in")
+    values: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "layout": "native",
+        "profile": profile,
+        "dtype": "bfloat16" if profile == "bf16" else "float16",
+        **asdict(conventions),
+        "anchor_predicts": conventions.block_layout == "anchor_first",
+        "block_size": block_size,
+        "rope_parameters": dict(target.rope_parameters),
+        "max_position_embeddings": target.max_position_embeddings,
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "embeddings": "target",
+        "meanings": MEANINGS,
+        "quantisation": _int8(quantised) if quantised else None,
+        "drafter": dict(drafter),
+        "target": asdict(target),
+    }
+    return parse_config(json.loads(json.dumps({f.name: values[f.name] for f in fields(PackageConfig)})))
+
+
+def to_json(config: PackageConfig) -> dict[str, Any]:
+    """Return the config as JSON values."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return plain
+
+
+def read_config(folder: Path) -> PackageConfig:
+    """Read and check ``config.json`` of a package.
+
+    Raises:
+        PackageError: Naming the key that is missing, unknown, of a wrong type, or contradicted by another.
+    """
+    return parse_config(read_json(folder, CONFIG))
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Read a small JSON object of a package."""
+    path = folder / name
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise PackageError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes; a package's {name} never is")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise PackageError(f"{path} is missing; give a folder that deepspec.export has written") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise PackageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise PackageError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def parse_config(values: Mapping[str, Any]) -> PackageConfig:
+    """Turn JSON values into a config that obeys every rule."""
+    found = (values.get("format"), values.get("version"))
+    if found != (FORMAT, VERSION) or isinstance(found[1], bool):
+        raise PackageError(
+            f"{CONFIG}: format {found[0]!r} version {found[1]!r} cannot be read; "
+            f"this program reads {FORMAT!r} version {VERSION}"
+        )
+    config = _build(PackageConfig, values, "")
+    problems = config_problems(config)
+    if problems:
+        raise PackageError("\n".join(f"{CONFIG}: {problem}" for problem in problems))
+    return config
+
+
+def config_problems(config: PackageConfig) -> list[str]:
+    """List every contradiction inside the config."""
+    return [*_meaning_problems(config), *_block_problems(config), *_target_problems(config), *_dtype_problems(config)]
+
+
+def _meaning_problems(config: PackageConfig) -> list[str]:
+    return [
+        f"meanings.{key} is {config.meanings.get(key)!r}, this program reads {MEANINGS.get(key)!r}"
+        for key in sorted({*config.meanings, *MEANINGS})
+        if config.meanings.get(key) != MEANINGS.get(key)
+    ]
+
+
+def _block_problems(config: PackageConfig) -> list[str]:
+    problems = []
+    first = config.block_layout == "anchor_first"
+    size = config.gamma + (not first)
+    if config.gamma < 1:
+        problems.append(f"gamma={config.gamma} must be at least 1")
+    if config.anchor_predicts != first:
+        problems.append(f"anchor_predicts={config.anchor_predicts} contradicts block_layout={config.block_layout!r}")
+    if config.block_size != size:
+        problems.append(
+            f"block_size={config.block_size} must be {size} for gamma={config.gamma}, {config.block_layout}"
+        )
+    if config.sliding_window is not None and config.sliding_window < 2:
+        problems.append(f"sliding_window={config.sliding_window} must be null or at least 2")
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        problems.append(f"mask_token_id={config.mask_token_id} must be in 0 .. {config.vocab_size - 1}")
+    try:
+        validate_layer_ids(config.target_layer_ids, config.target.num_layers)
+    except ConfigError as error:
+        problems += error.problems
+    return problems
+
+
+def _target_problems(config: PackageConfig) -> list[str]:
+    return [
+        f"{name}={getattr(config, name)!r} contradicts target.{name}={getattr(config.target, name)!r}"
+        for name in ("vocab_size", "hidden_size", "max_position_embeddings", "rope_parameters")
+        if getattr(config, name) != getattr(config.target, name)
+    ]
+
+
+def _dtype_problems(config: PackageConfig) -> list[str]:
+    problems = []
+    dtype = "bfloat16" if config.profile == "bf16" else "float16"
+    if config.dtype != dtype:
+        problems.append(f"dtype={config.dtype!r} contradicts profile={config.profile!r}, which stores {dtype}")
+    if (config.profile == "fp16_int8") != bool(config.quantised):
+        problems.append(f"quantisation={config.quantisation} contradicts profile={config.profile!r}")
+    if len(set(config.quantised)) != len(config.quantised):
+        problems.append("quantisation.tensors names a tensor twice")
+    return problems
+
+
+def _int8(tensors: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "scheme": "int8_per_output_channel",
+        "bits": 8,
+        "symmetric": True,
+        "activations": "unquantised",
+        "scale_dtype": "float32",
+        "tensors": tensors,
+    }
+
+
+def _build(cls: type[T], values: object, where: str) -> T:
+    """Build a dataclass from JSON values: no key may be missing, unknown, null or of another type than declared."""
+    if not isinstance(values, Mapping):
+        raise PackageError(f"{CONFIG}: {where.rstrip('.')} must be an object, not {values!r}")
+    hints = get_type_hints(cls, localns={"Mapping": Mapping})
+    missing = [where + name for name in hints if name not in values]
+    unknown = [where + str(name) for name in values if name not in hints]
+    if missing or unknown:
+        parts = [f"lacks {', '.join(missing)}"] if missing else []
+        parts += [f"has unknown keys {', '.join(unknown)}"] if unknown else []
+        raise PackageError(f"{CONFIG} {' and '.join(parts)}; a package says everything, nothing is guessed")
+    return cls(**{name: _convert(values[name], hint, where + name) for name, hint in hints.items()})
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is types.UnionType:  # of one type with None
+        return None if value is None else _convert(value, arguments[0], where)
+    if origin is Literal:
+        return _choice(value, arguments, where)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _build(hint, value, where + ".")
+    if origin is tuple and isinstance(value, list):
+        return tuple(_convert(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(value))
+    if origin is Mapping and isinstance(value, Mapping):
+        return dict(value)
+    if _is_plain(value, hint):
+        return hint(value)
+    raise PackageError(f"{CONFIG}: {where}={value!r} must be of type {getattr(hint, '__name__', hint)}")
+
+
+def _choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
+    if any(type(value) is type(choice) and value == choice for choice in choices):
+        return value
+    raise PackageError(f"{CONFIG}: {where}={value!r} must be {' or '.join(map(repr, choices))}")
+
+
+def _is_plain(value: object, hint: Any) -> bool:
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is hint

@@ -1,0 +1,107 @@
+"""The command evaluate on a tiny run: tables, report files, packages, and one message for each mistake."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspec.config.cli import Command
+from deepspec.config.resolve import save_config
+from deepspec.config.schema import RunConfig
+from deepspec.drafters.files import save_drafter
+from deepspec.evaluate import main
+from deepspec.targets.load import layer_ids, load_target
+from tests.commands.tiny_run import overrides, write_conversations
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Take the program's log handlers away again: they write to this test's streams."""
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = before[0], before[1]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run folder as training leaves it, with a random drafter."""
+    work = tmp_path_factory.mktemp("work")
+    test = write_conversations(work / "test.jsonl", 4)
+    configs: list[RunConfig] = []
+    arguments = [*overrides(work, samples=4), f"data.test={test}", f"hydra.run.dir={work / 'hydra'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["program"])
+        patch.chdir(work)
+        assert Command(configs.append, "config").run(arguments) == 0
+    config, run = configs[0], work / "run"
+    checkpoint = run / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint.parent / "latest").write_text("step-000001\n")
+    save_config(config, run / "config.yaml")
+    info = load_target(config.target).info
+    taps = layer_ids(config.target, info.num_layers)
+    drafter = config.drafter.build(info, taps, config.target.mask_token_id)
+    save_drafter(checkpoint, drafter, config.drafter, info, step=1)
+    return run
+
+
+@pytest.fixture
+def evaluate(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Run:
+    monkeypatch.chdir(run_folder.parent)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["evaluate", f"run={run_folder}", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capfd.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+SHORT = (
+    "evaluate.max_new_tokens=10",
+    "evaluate.timing_prompts=2",
+    "evaluate.timing_new_tokens=6",
+    "evaluate.bootstrap=20",
+)
+
+
+def test_tables_and_files(evaluate: Run, run_folder: Path) -> None:
+    code, out, err = evaluate(*SHORT)
+    assert code == 0, err
+    assert "Accepted length, gamma 3, greedy" in out
+    assert "prompt lookup" in out
+    assert "4 of 4 texts equal token for token" in out
+    assert "speculative" in out
+    record = json.loads((run_folder / "evaluation" / "report.json").read_text())
+    assert record["scores"]["acceptance"]["tiny"]["prompts"] == 4
+    assert record["subject"]["drafter"].endswith("step-000001")
+
+
+def test_limit_gamma_and_out(evaluate: Run, tmp_path: Path) -> None:
+    code, out, err = evaluate(
+        *SHORT, "evaluate.limit=2", "evaluate.gamma=2", "evaluate.timing_prompts=0", f"out={tmp_path}"
+    )
+    assert code == 0, err
+    assert "gamma 2" in out
+    assert "Speed" not in out
+    assert json.loads((tmp_path / "report.json").read_text())["scores"]["acceptance"]["tiny"]["prompts"] == 2
+
+
+def test_mistakes_end_with_2(evaluate: Run) -> None:
+    code, _, err = evaluate("evaluate.gamma=7")
+    assert code == 2
+    assert "evaluate.gamma=7" in err
+    code, _, err = evaluate("package=no/such/package")
+    assert code == 2
+    assert "no/such/package" in err

@@ -1,0 +1,210 @@
+"""What a block may depend on, and that training and decoding draft alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspec.contracts import Batch, Features
+from deepspec.drafters.dspark.objective import slot_mask
+from deepspec.errors import ConfigError, DeepSpecError
+from tests.unit.drafters.small import Forced, draft_logits, drafter, greedy, row
+
+WINDOWS = [None, 4, 9, 200]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_training_and_decoding_draft_alike(window: int | None) -> None:
+    model = drafter(sliding_window=window)
+    batch, features = row(40, [3, 5, 20, 34])
+    expected = draft_logits(model, batch, features.hidden)[0]
+    for block, anchor in enumerate([3, 5, 20, 34]):
+        tokens = batch.input_ids[0, anchor : anchor + 6].tolist()
+        sampler, state = Forced(tokens[1:]), model.start(40)
+        model.extend(state, features.hidden[0, : anchor // 2])
+        model.extend(state, features.hidden[0, anchor // 2 : anchor])
+        proposal = model.propose(state, tokens[0], 5, sampler)
+        torch.testing.assert_close(torch.stack(sampler.logits), expected[block], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(proposal.probabilities, expected[block].softmax(-1), atol=1e-6, rtol=1e-4)
+
+
+def test_proposing_leaves_the_state_as_it_was() -> None:
+    model = drafter()
+    _, features = row(20, [3])
+    state = model.start(20)
+    model.extend(state, features.hidden[0, :7])
+    first = model.propose(state, 11, 5, greedy)
+    model.extend(state, features.hidden[0, 7:9])
+    fresh = model.start(20)
+    model.extend(fresh, features.hidden[0, :9])
+    again, other = model.propose(state, 12, 5, greedy), model.propose(fresh, 12, 5, greedy)
+    torch.testing.assert_close(again.probabilities, other.probabilities)
+    assert first.tokens.shape == again.tokens.shape
+
+
+def test_fewer_tokens_are_the_first_of_the_block() -> None:
+    model = drafter()
+    _, features = row(20, [3])
+    state = model.start(20)
+    model.extend(state, features.hidden[0, :7])
+    whole, part = model.propose(state, 11, 5, greedy), model.propose(state, 11, 2, greedy)
+    assert part.tokens.tolist() == whole.tokens[:2].tolist()
+    torch.testing.assert_close(part.probabilities, whole.probabilities[:2])
+    assert whole.confidence is not None and part.confidence is not None
+    torch.testing.assert_close(part.confidence, whole.confidence[:2])
+
+
+@pytest.mark.parametrize("asked", [0, 6])
+def test_more_tokens_than_trained_for_are_refused(asked: int) -> None:
+    model = drafter()
+    with pytest.raises(ConfigError, match="evaluate.gamma"):
+        model.propose(model.start(8), 1, asked, greedy)
+
+
+def test_a_full_state_is_refused() -> None:
+    model = drafter()
+    state = model.start(8)
+    with pytest.raises(ConfigError, match="9 positions"):
+        model.extend(state, torch.randn(9, 96))
+
+
+def test_overflow_is_refused_when_proposing_and_visible_in_training() -> None:
+    model = drafter().half()
+    model.bind(model.head.to(dtype=torch.float16))
+    batch, features = row(12, [3])
+    hidden = features.hidden.half()
+    hidden[0, 1, 0] = 7e4  # infinite in fp16
+    state = model.start(12)
+    model.extend(state, hidden[0, :5])
+    with pytest.raises(DeepSpecError, match="not finite"):
+        model.propose(state, 1, 5, greedy)
+    out = model(batch, Features(hidden, features.last_hidden.half()))
+    assert not torch.isfinite(out.sums["draft"])
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_block_does_not_see_its_future(window: int | None) -> None:
+    """Two anchors closer than a block: whatever comes after the first anchor is nothing to its block."""
+    model = drafter(sliding_window=window)
+    batch, features = row(30, [10, 12])
+    before = model.block_states(batch, features.hidden)
+    ids, hidden = batch.input_ids.clone(), features.hidden.clone()
+    ids[:, 11:] = 7
+    hidden[:, 10:] = torch.randn_like(hidden[:, 10:])
+    after = model.block_states(replace(batch, input_ids=ids), hidden)
+    torch.testing.assert_close(after[:, 0], before[:, 0])
+    assert (after[:, 1] - before[:, 1]).abs().max() > 1e-3
+
+
+def test_tokens_after_the_block_do_not_change_the_loss() -> None:
+    model = drafter()
+    batch, features = row(30, [10])
+    ids, hidden, last = batch.input_ids.clone(), features.hidden.clone(), features.last_hidden.clone()
+    ids[:, 16:], hidden[:, 10:], last[:, 15:] = 3, 0.5, 0.5
+    before, after = model(batch, features), model(replace(batch, input_ids=ids), Features(hidden, last))
+    for name in before.sums:
+        torch.testing.assert_close(after.sums[name], before.sums[name])
+
+
+def _packed(first: tuple[Batch, Features], second: tuple[Batch, Features]) -> tuple[Batch, Features]:
+    (a, fa), (b, fb) = first, second
+    length = a.input_ids.shape[1]
+    batch = Batch(
+        input_ids=torch.cat((a.input_ids, b.input_ids), 1),
+        segment_ids=torch.cat((a.segment_ids, b.segment_ids + 1), 1),
+        position_ids=torch.cat((a.position_ids, b.position_ids), 1),
+        loss_mask=torch.cat((a.loss_mask, b.loss_mask), 1),
+        anchor_indices=torch.cat((a.anchor_indices, b.anchor_indices + length), 1),
+        anchor_mask=torch.cat((a.anchor_mask, b.anchor_mask), 1),
+    )
+    return batch, Features(torch.cat((fa.hidden, fb.hidden), 1), torch.cat((fa.last_hidden, fb.last_hidden), 1))
+
+
+def _padded(case: tuple[Batch, Features], length: int, anchors: int) -> tuple[Batch, Features]:
+    batch, features = case
+    more, extra = length - batch.input_ids.shape[1], anchors - batch.anchor_indices.shape[1]
+    pad = torch.nn.functional.pad
+    padded = Batch(
+        input_ids=pad(batch.input_ids, (0, more), value=5),
+        segment_ids=pad(batch.segment_ids, (0, more)),
+        position_ids=pad(batch.position_ids, (0, more)),
+        loss_mask=pad(batch.loss_mask, (0, more)),
+        anchor_indices=pad(batch.anchor_indices, (0, extra)),
+        anchor_mask=pad(batch.anchor_mask, (0, extra)),
+    )
+    hidden = pad(features.hidden, (0, 0, 0, more), value=3.0)
+    return padded, Features(hidden, pad(features.last_hidden, (0, 0, 0, more), value=3.0))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_packing_padding_and_splitting_give_the_same_sums_and_gradients(backend: str, window: int | None) -> None:
+    """Documents in one row, in rows of their own with padding, and in micro-batches of their own."""
+    first, second = row(17, [3, 6, 13], seed=1), row(33, [4, 30], seed=2)
+    model = drafter(sliding_window=window)
+    model.attention_backend = backend  # type: ignore[assignment]
+
+    def run(cases: list[tuple[Batch, Features]]) -> tuple[dict[str, float], torch.Tensor, float]:
+        model.zero_grad()
+        sums: dict[str, float] = {}
+        weight = 0.0
+        for batch, features in cases:
+            out = model(batch, features)
+            weight += float(model.denominators(batch)["draft"])
+            torch.stack(list(out.sums.values())).sum().backward()
+            for name, value in out.sums.items():
+                sums[name] = sums.get(name, 0.0) + value.item()
+        return sums, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), weight
+
+    expected = run([first, second])
+    padded = [_padded(first, 40, 4), _padded(second, 40, 4)]
+    joined: dict[str, Any] = {n: torch.cat((getattr(padded[0][0], n), getattr(padded[1][0], n))) for n in FIELDS}
+    rows = Batch(**joined)
+    features = Features(
+        torch.cat((padded[0][1].hidden, padded[1][1].hidden)),
+        torch.cat((padded[0][1].last_hidden, padded[1][1].last_hidden)),
+    )
+    for other in (run([_packed(first, second)]), run([(rows, features)])):
+        assert other[0] == pytest.approx(expected[0], rel=1e-5)
+        assert (other[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
+        assert other[2] == pytest.approx(expected[2], rel=1e-6)
+
+
+FIELDS = ["input_ids", "segment_ids", "position_ids", "loss_mask", "anchor_indices", "anchor_mask"]
+
+
+def test_slots_end_with_the_turn_and_with_the_document() -> None:
+    first, second = row(10, [6], seed=1), row(12, [3], seed=2, supervised_from=0)
+    batch, _ = _packed(first, second)
+    mask = batch.loss_mask.clone()
+    mask[0, 15] = False  # token 5 of the second document
+    counted = slot_mask(replace(batch, loss_mask=mask), 5)
+    assert counted[0].tolist() == [[True, True, True, False, False], [True, False, False, False, False]]
+
+
+def test_a_batch_without_a_slot_gives_zero_sums_and_zero_gradients() -> None:
+    model = drafter()
+    batch, features = row(10, [3])
+    out = model(replace(batch, anchor_mask=torch.zeros(1, 1, dtype=torch.bool)), features)
+    torch.stack(list(out.sums.values())).sum().backward()
+    assert [value.item() for value in out.sums.values()] == [0.0, 0.0]
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_drafting_far_beyond_the_training_length() -> None:
+    """Positions are unbounded: a context that starts at 4000 drafts as one at 0, rotary positions being relative."""
+    model = drafter().double()
+    model.bind(model.head.to(dtype=torch.float64))
+    batch, features = row(24, [12])
+    far = replace(batch, position_ids=batch.position_ids + 4000)
+    near, away = (model.block_states(b, features.hidden.double()) for b in (batch, far))
+    torch.testing.assert_close(away, near, atol=2e-3, rtol=2e-3)
+
+
+def test_conventions_are_all_said() -> None:
+    said = drafter(sliding_window=8).conventions
+    assert (said.block_layout, said.gamma, said.target_layer_ids) == ("anchor_first", 5, (0, 2, 4))
+    assert (said.mask_token_id, said.sliding_window, said.is_causal) == (96, 8, False)

@@ -1,0 +1,171 @@
+"""Verification and publication: a package that strays leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspec.contracts import Sample
+from deepspec.errors import ConfigError, PackageError
+from deepspec.export import quantise
+from deepspec.export.card import Origin
+from deepspec.export.package import staged
+from deepspec.export.quantise import Profile
+from deepspec.export.run import Exported, export_package
+from deepspec.export.states import StateWatch
+from deepspec.export.verify import MEAN_TV_LIMIT, Material, VerificationError, anchors_of
+from deepspec.inference.package import load_package
+from deepspec.targets.target import StepFeatures, Target
+from tests.unit.export.tiny import make_drafter, make_samples, make_target
+
+PROMPTS = ((1, 5, 9), (1, 7, 7, 3))
+LITTLE = Material(samples=make_samples(1, 20), prompts=PROMPTS[:1], max_new_tokens=5)
+
+
+def export(out: Path, profile: Profile = "fp16_int8", target: Target | None = None, **over: Any) -> Exported:
+    target = target or make_target()
+    drafter, config = make_drafter(target)
+    material = over.pop("material", LITTLE)
+    over = {"max_length_change": 1.0, **over}
+    return export_package(drafter, config, target.info, target, out, material, profile=profile, **over)
+
+
+@pytest.mark.parametrize("profile", ["bf16", "fp16", "fp16_int8"])
+def test_each_profile_passes_its_bound_and_is_close_to_it_for_a_reason(tmp_path: Path, profile: Profile) -> None:
+    material = Material(samples=make_samples(), prompts=PROMPTS, max_new_tokens=6)
+    found = export(tmp_path / "package", profile, material=material).verification
+    assert 0 < found.distributions.mean_tv <= MEAN_TV_LIMIT[profile]
+    assert found.distributions.slots == 3 * 8 * 4 - _slots_cut_off()
+    assert found.lengths is not None
+    assert found.lengths.before >= 1
+
+
+def _slots_cut_off() -> int:
+    """Slots beyond the end of a sample: none is compared."""
+    return 3 * sum(max(0, a + 4 - 39) for a in anchors_of(make_samples()[0]))
+
+
+def test_a_wrong_scale_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = quantise.quantise_rows
+    monkeypatch.setattr(quantise, "quantise_rows", lambda w: (right(w)[0], right(w)[1] * 3))
+    with pytest.raises(VerificationError, match=r"(?s)total variation of .*export\.force=true"):
+        export(tmp_path / "package")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lost_half_of_a_weight_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = quantise.cast
+    monkeypatch.setattr(quantise, "cast", lambda n, t, d: right(n, t * 1.002 if n == "norm.weight" else t, d))
+    with pytest.raises(VerificationError, match=r"tensor norm\.weight comes back"):
+        export(tmp_path / "package")
+
+
+def test_force_writes_it_and_the_card_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = quantise.quantise_rows
+    monkeypatch.setattr(quantise, "quantise_rows", lambda w: (right(w)[0], right(w)[1] * 3))
+    found = export(tmp_path / "package", force=True)
+    assert found.verification.problems
+    assert "Written by force although it failed" in (tmp_path / "package" / "card.md").read_text()
+    load_package(tmp_path / "package", make_target())
+
+
+def test_a_lost_accepted_length_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match=r"accepted length is .*export\.max_length_change=-2\.0"):
+        export(tmp_path / "package", max_length_change=-2.0)
+    assert not (tmp_path / "package").exists()
+
+
+def test_a_failure_keeps_the_older_package(tmp_path: Path) -> None:
+    export(tmp_path / "package", "bf16")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "package").iterdir()}
+    with pytest.raises(VerificationError):
+        export(tmp_path / "package", max_length_change=-2.0)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "package").iterdir()} == before
+    export(tmp_path / "package", "fp16")
+    assert (tmp_path / "package" / "config.json").read_bytes() != before["config.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["package"]
+
+
+def test_what_is_not_a_package_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"export\.out=.*is not a package"):
+        export(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), staged(tmp_path / "package") as folder:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drafter_with_another_fusion_width_is_refused(tmp_path: Path) -> None:
+    target = make_target()
+    drafter, config = make_drafter(target)
+    drafter.fc = torch.nn.Linear(4 * 32, 32, bias=False)
+    with pytest.raises(PackageError, match=r"fc\.weight has shape \[32, 128\], the config asks for \[32, 96\]"):
+        export_package(drafter, config, target.info, target, tmp_path / "p", Material(make_samples()), profile="bf16")
+
+
+def test_another_revision_of_the_target_is_refused(tmp_path: Path) -> None:
+    target = make_target()
+    drafter, config = make_drafter(target)
+    other = make_target(seed=9)
+    drafter.bind(other.head)
+    with pytest.raises(PackageError, match="fingerprint"):
+        export_package(drafter, config, target.info, other, tmp_path / "p", Material(make_samples()), profile="bf16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_of_7e4_is_found_and_named() -> None:
+    drafter, _ = make_drafter(make_target())
+    with StateWatch(drafter) as watch:
+        drafter.extend(drafter.start(8), torch.full((1, 96), 7e4))
+    assert any("the input of fc reaches 70000" in line for line in watch.overflows(torch.float16))
+    assert watch.overflows(torch.bfloat16) == []
+
+
+def test_a_target_with_a_state_of_7e4_has_no_fp16_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    step = target.step
+
+    def loud(*args: Any, **kwargs: Any) -> StepFeatures:
+        said = step(*args, **kwargs)
+        said.hidden[:1] = 7e4
+        return said
+
+    monkeypatch.setattr(target, "step", loud)
+    with pytest.raises(VerificationError, match=r"the input of fc reaches 70000.*float16 is 65504.*profile=bf16"):
+        export(tmp_path / "package", "fp16", target)
+    export(tmp_path / "package", "bf16", target)
+
+
+def test_without_answers_the_decoded_texts_are_compared(tmp_path: Path) -> None:
+    found = export(tmp_path / "package", material=Material(samples=[], prompts=PROMPTS[:1], max_new_tokens=6))
+    assert found.verification.distributions.slots > 0
+
+
+def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
+    unsupervised = Sample("x", (1, 2, 3), (False, False, False))
+    with pytest.raises(VerificationError, match=r"data\.test"):
+        export(tmp_path / "package", material=Material(samples=[unsupervised]))
+
+
+def test_anchors_are_supervised_with_a_supervised_successor() -> None:
+    sample = Sample("x", tuple(range(12)), (False,) * 4 + (True, True, False, True, True, True, False, True))
+    assert anchors_of(sample, 10) == [4, 7, 8]
+    assert anchors_of(make_samples(1)[0], 8) == [10, 13, 17, 20, 24, 28, 31, 35]
+
+
+def test_the_card_escapes_what_others_wrote(tmp_path: Path) -> None:
+    origin = Origin(recipe="<script>x</script>", data="a|b\n# heading", step=7, target_path="path")
+    export(tmp_path / "package", origin=origin)
+    card = (tmp_path / "package" / "card.md").read_text()
+    assert "<script>" not in card.replace("\\<", "")
+    assert "\n# heading" not in card
+    for words in ("optimiser steps: 7", "accepted length, greedy, 1 prompts", "linears of the layers", "How to load"):
+        assert words in card

@@ -1,0 +1,107 @@
+"""A tiny target, drafters and packages for the tests of export and of loading."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deepspec.contracts import Sample
+from deepspec.drafters.dspark.config import DSparkConfig
+from deepspec.export.package import native_package, staged, write_checksums, write_package
+from deepspec.inference.package_config import CONFIG, HEADER_KEY, WEIGHTS
+from deepspec.targets.target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from deepspec.drafters.base import Drafter
+    from deepspec.export.quantise import Profile
+
+LAYER_IDS = (1, 2, 4)
+MASK_ID = 96
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def make_target(seed: int = 0, **over: Any) -> Target:
+    """Return a random Llama of six layers with 97 tokens; ``over`` goes to its config."""
+    torch.manual_seed(seed)
+    values = {"vocab_size": 97, "num_hidden_layers": 6, "max_position_embeddings": 256, "tie_word_embeddings": True}
+    config = LlamaConfig(**{**SIZES, **values, "initializer_range": 0.3, "eos_token_id": 2, **over})
+    return Target(LlamaForCausalLM(config), name="tiny")
+
+
+def make_drafter(target: Target, seed: int = 1, **over: Any) -> tuple[Drafter, DSparkConfig]:
+    """Return a drafter with weights large enough for its context to matter, bound to ``target``."""
+    torch.manual_seed(seed)
+    config = DSparkConfig(**{"num_layers": 2, "gamma": 4, "markov_rank": 8, **over})
+    drafter = config.build(target.info, LAYER_IDS, MASK_ID)
+    for parameter in drafter.parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(std=0.15)
+    drafter.bind(target.head)
+    return drafter.eval(), config
+
+
+def make_package(folder: Path, profile: Profile, target: Target | None = None, **over: Any) -> Path:
+    """Write a package and return its folder."""
+    target = target or make_target()
+    drafter, config = make_drafter(target, **over)
+    with staged(folder) as temporary:
+        write_package(temporary, *native_package(drafter, config, target.info, profile))
+    return folder
+
+
+def make_samples(count: int = 3, length: int = 40) -> list[Sample]:
+    """Return random samples, supervised from their tenth token on."""
+    ids = torch.randint(3, 96, (count, length), generator=torch.Generator().manual_seed(3)).tolist()
+    return [Sample(str(n), tuple(row), tuple(t >= 10 for t in range(length))) for n, row in enumerate(ids)]
+
+
+class ForcedLogits:
+    """A token sampler that goes on with given tokens and keeps the logits."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.logits = iter(tokens), list[torch.Tensor]()
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        self.logits.append(logits.float())
+        return torch.tensor(next(self.tokens)), self.logits[-1].softmax(-1)
+
+
+def edit_config(package: Path, edit: Callable[[dict[str, Any]], None], *, header_too: bool = False) -> None:
+    """Change ``config.json`` (and its copy in the weights' header), and renew the checksums."""
+    config = json.loads((package / CONFIG).read_text())
+    edit(config)
+    (package / CONFIG).write_text(json.dumps(config))
+    if header_too:
+        edit_tensors(package, dict.copy, header=config)
+    write_checksums(package)
+
+
+def edit_tensors(
+    package: Path, edit: Callable[[dict[str, Tensor]], object], *, header: dict[str, Any] | None = None
+) -> None:
+    """Change the tensors, keep or set the header's config, and renew the checksums."""
+    with safe_open(package / WEIGHTS, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        metadata = file.metadata()
+    edit(tensors)
+    if header is not None:
+        metadata[HEADER_KEY] = json.dumps(header)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, package / WEIGHTS, metadata=metadata)
+    write_checksums(package)
+
+
+def copy_package(package: Path, to: Path) -> Path:
+    """Return a copy that may be damaged."""
+    shutil.copytree(package, to)
+    return to

@@ -1,0 +1,82 @@
+"""The command line: what it prints, its exit codes, and that it pulls in nothing of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspec.inference.__main__ import main
+from tests.helpers import tiny_model, tiny_tokenizer
+
+TRAINING = ("deepspeed", "datasets", "hydra", "omegaconf", "wandb", "bitsandbytes", "gguf", "matplotlib")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    tiny_model().save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_no_training_package_is_imported(folder: Path) -> None:
+    program = (
+        "import sys\nfrom deepspec.inference.__main__ import main\n"
+        f"code = main(['--target', {str(folder)!r}, '--prompt', 'hi', '--plain', '--max-new-tokens', '4'])\n"
+        "import deepspec.inference.package\n"
+        f"sys.stderr.write(repr([m for m in {TRAINING} if m in sys.modules]))\nsys.exit(code)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("[]")
+    assert "accepted length 1.00" in done.stdout
+
+
+@pytest.mark.parametrize("mode", ["--plain", "--prompt-lookup"])
+def test_json(folder: Path, capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    arguments = ["--target", str(folder), "--prompt", "hi hi hi", mode, "--max-new-tokens", "6", "--json"]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["tokens"]) <= 6
+    assert sum(r["committed"] for r in result["rounds"]) == len(result["tokens"]) - 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plain", "--prompt-lookup"], "exclude each other"),
+        ([], "name a package folder"),
+        (["--plain", "--temperature", "-1"], "temperature is -1"),
+        (["--plain", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--plain", "--threads", "0"], "--threads=0"),
+        (["no-such-package"], "no-such-package"),
+    ],
+)
+def test_mistakes_end_with_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["--target", str(folder), "--prompt", "hi", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_target_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", "/no/such/folder", "--prompt", "hi", "--plain"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_target_without_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer(chat_template=None).save_pretrained(tmp_path)
+    arguments = ["--target", str(tmp_path), "--prompt", "hi", "--plain", "--max-new-tokens", "3"]
+    assert main(arguments) == 2
+    assert "--raw" in capsys.readouterr().err
+    assert main([*arguments, "--raw"]) == 0

@@ -1,0 +1,125 @@
+"""Greedy speculative output on tiny models of several families is the model's own, token for token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspec.contracts import Batch, Features
+from deepspec.drafters.dspark.config import DSparkConfig
+from deepspec.drafters.dspark.model import DSparkDrafter
+from deepspec.inference.accelerate import accelerate
+from deepspec.inference.decoder import SpeculativeDecoder
+from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer, Proposer
+from deepspec.inference.sampling import SamplerSettings
+from deepspec.targets.target import Target
+from tests.helpers import MASK_TOKEN_ID, tiny_target
+
+PROMPT = [5, 17, 42, 8, 17, 42, 9, 60, 33, 17, 42]
+LAYERS = (0, 2, 4)
+
+
+def drafter_for(target: Target, seed: int = 1, **over: object) -> DSparkDrafter:
+    torch.manual_seed(seed)
+    config = DSparkConfig(**({"num_layers": 2, "gamma": 5, "markov_rank": 8} | over))  # type: ignore[arg-type]
+    drafter = config.build(target.info, LAYERS, MASK_TOKEN_ID)
+    drafter.bind(target.head)
+    return drafter.eval()
+
+
+@torch.no_grad()
+def model_greedy(target: Target, count: int) -> tuple[list[int], float]:
+    """Return the model's own greedy continuation without any cache, and the smallest gap of the two best logits."""
+    text, gap = list(PROMPT), float("inf")
+    for _ in range(count):
+        best = target.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].float().topk(2)
+        gap = min(gap, float(best.values[0] - best.values[1]))
+        text.append(int(best.indices[0]))
+    return text[len(PROMPT) :], gap
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "qwen3_moe"])
+def test_greedy_output_is_the_models_own(family: str) -> None:
+    target = tiny_target(family)
+    expected, gap = model_greedy(target, 30)
+    assert gap > 1e-5  # no tie: the comparison is meaningful
+    proposers: dict[str, Proposer] = {
+        "plain": PlainProposer(),
+        "lookup": PromptLookupProposer(target.info.vocab_size),
+        "drafter": DrafterProposer(drafter_for(target)),
+        "window": DrafterProposer(drafter_for(target, sliding_window=4)),
+    }
+    for name, proposer in proposers.items():
+        result = SpeculativeDecoder(target, proposer).generate(PROMPT, 30)
+        assert result.tokens == expected, name
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+def test_fewer_tokens_than_trained(gamma: int) -> None:
+    target = tiny_target()
+    decoder = SpeculativeDecoder(target, DrafterProposer(drafter_for(target)))
+    result = decoder.generate(PROMPT, 25, gamma=gamma)
+    assert result.tokens == model_greedy(target, 25)[0]
+    assert max(r.drafted for r in result.rounds) == gamma
+
+
+def test_beyond_the_trained_length_and_the_windows() -> None:
+    """Positions far behind every window, and a prompt of one token."""
+    target = tiny_target("mistral")
+    decoder = SpeculativeDecoder(target, DrafterProposer(drafter_for(target, sliding_window=4)))
+    plain = SpeculativeDecoder(target, PlainProposer())
+    assert decoder.generate([5], 120).tokens == plain.generate([5], 120).tokens
+
+
+def test_packed_weights_keep_the_output() -> None:
+    target = tiny_target()
+    for parameter in target.model.parameters():  # as a checkpoint in bf16 would have them
+        parameter.data = parameter.data.bfloat16().float()
+    target = Target(target.model, target.tokenizer)
+    drafter = drafter_for(target)
+    before = SpeculativeDecoder(target, DrafterProposer(drafter)).generate(PROMPT, 30).tokens
+    assert accelerate(target, drafter) > 0
+    assert SpeculativeDecoder(target, DrafterProposer(drafter)).generate(PROMPT, 30).tokens == before
+
+
+def test_sampling_is_reproducible_with_a_real_drafter() -> None:
+    target = tiny_target()
+    decoder = SpeculativeDecoder(target, DrafterProposer(drafter_for(target), confidence_threshold=0.3))
+    settings = SamplerSettings(0.8, seed=3, top_p=0.95)
+    assert decoder.generate(PROMPT, 20, settings).tokens == decoder.generate(PROMPT, 20, settings).tokens
+
+
+def overfit(target: Target, drafter: DSparkDrafter, text: list[int], first: int, steps: int) -> None:
+    """Train on one text whose supervised part begins at ``first``, every anchor at every step."""
+    ids = torch.tensor([text])
+    anchors = torch.arange(first, len(text) - 1)
+    batch = Batch(
+        input_ids=ids,
+        segment_ids=torch.ones_like(ids),
+        position_ids=torch.arange(len(text)).unsqueeze(0),
+        loss_mask=torch.arange(len(text)).unsqueeze(0) >= first,
+        anchor_indices=anchors.unsqueeze(0),
+        anchor_mask=torch.ones(1, len(anchors), dtype=torch.bool),
+    )
+    features: Features = target.features(batch, LAYERS)
+    denominators = drafter.denominators(batch)
+    optimiser = torch.optim.AdamW(drafter.parameters(), lr=3e-3, weight_decay=0.0)
+    drafter.train()
+    for _ in range(steps):
+        sums = drafter(batch, features).sums
+        loss = torch.stack([drafter.coefficients[k] * v / denominators[k] for k, v in sums.items()]).sum()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    drafter.eval()
+
+
+def test_an_overfitted_sequence_is_accepted_whole_every_round() -> None:
+    """Pitfall 6: labels shifted by one against the decoder would show here and nowhere in training."""
+    target = tiny_target()
+    answer = SpeculativeDecoder(target, PlainProposer()).generate(PROMPT, 31).tokens
+    drafter = drafter_for(target, seed=2)
+    overfit(target, drafter, [*PROMPT, *answer], len(PROMPT), steps=150)
+    result = SpeculativeDecoder(target, DrafterProposer(drafter)).generate(PROMPT, 31)
+    assert result.tokens == answer
+    assert [(r.drafted, r.accepted) for r in result.rounds] == [(5, 5)] * 5

@@ -1,0 +1,460 @@
+"""Loading a package: what it gives back, and every damage that must be named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspec.contracts import Batch
+from deepspec.errors import PackageError
+from deepspec.export.package import write_checksums
+from deepspec.inference.package import is_package, load_package
+from deepspec.inference.package_config import CONFIG, read_config
+from deepspec.nn.int8 import Int8Linear
+from deepspec.targets.layers import OFFSETS, from_project, to_project
+from deepspec.targets.target import Target
+from tests.unit.export.tiny import (
+    LAYER_IDS,
+    ForcedLogits,
+    copy_package,
+    edit_config,
+    edit_tensors,
+    make_drafter,
+    make_package,
+    make_target,
+)
+
+PROFILES = ("bf16", "fp16", "fp16_int8")
+MATRIX = "layers.0.mlp.up_proj.weight"  # [48, 32] int8 with a scale
+FLOAT = "fc.weight"  # [32, 96] fp16
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    torch.set_num_threads(1)
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
+    return make_package(tmp_path_factory.mktemp("packages") / "int8", "fp16_int8", target)
+
+
+@pytest.fixture
+def copy(package: Path, tmp_path: Path) -> Path:
+    return copy_package(package, tmp_path / "copy")
+
+
+def block_logits(drafter: Any, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Draft behind ``hidden`` [t, C*D]; ``tokens`` are the anchor and the K forced tokens. Returns [K, V]."""
+    state = drafter.start(len(hidden) + 8)
+    drafter.extend(state, hidden)
+    sampler = ForcedLogits(tokens[1:])
+    drafter.propose(state, tokens[0], len(tokens) - 1, sampler)
+    return torch.stack(sampler.logits)
+
+
+# ---- what comes back
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_round_trip(profile: Any, tmp_path: Path, target: Target) -> None:
+    drafter, _ = make_drafter(target)
+    loaded = load_package(make_package(tmp_path / "p", profile, target), target)
+    assert is_package(tmp_path / "p")
+    assert loaded.conventions == drafter.conventions
+    own = drafter.state_dict()
+    for name, value in loaded.state_dict().items():
+        step = 2**-8 if profile == "bf16" else 2**-11
+        if profile == "fp16_int8" and "_proj" in name and name.startswith("layers."):
+            assert bool(((value - own[name]).abs() <= own[name].abs().amax(1, keepdim=True) / 127 * 0.51).all())
+        else:
+            assert bool(((value - own[name]).abs() <= step * own[name].abs() + 1e-7).all())
+    hidden = torch.randn(9, 96)
+    before, after = (block_logits(d, hidden, [5, 1, 2, 3, 4]) for d in (drafter, loaded))
+    assert (before - after).norm() < 0.05 * before.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_int8_package_runs_in_every_precision(package: Path, target: Target, dtype: torch.dtype) -> None:
+    hidden = torch.randn(9, 96)
+    want = block_logits(load_package(package, target), hidden, [5, 1, 2, 3, 4])
+    bound = SimpleNamespace(info=target.info, head=target.head.to(dtype=dtype))
+    drafter = load_package(package, bound)
+    assert next(drafter.parameters()).dtype == dtype
+    got = block_logits(drafter, hidden.to(dtype), [5, 1, 2, 3, 4])
+    assert (got - want).norm() < (0.05 if dtype == torch.bfloat16 else 0.01) * want.norm()
+    int8 = [m for m in drafter.modules() if isinstance(m, Int8Linear)]
+    assert len(int8) in ((0, 14) if dtype == torch.bfloat16 else (0,))
+
+
+def test_drafts_beyond_the_training_length_use_the_right_positions(tmp_path: Path) -> None:
+    """Nothing of the training length is in a package: position 200 drafts as a reference with explicit positions."""
+    target = make_target()
+    package = make_package(tmp_path / "p", "fp16", target)
+    assert read_config(package).max_position_embeddings == 256
+    drafter: Any = load_package(package, target)
+    length, ids = 200, torch.randint(3, 96, (1, 205))
+    hidden = torch.randn(1, 205, 96)
+    ones = torch.ones(1, 205, dtype=torch.int64)
+    batch = Batch(ids, ones, torch.arange(205)[None], ones.bool(), torch.tensor([[length]]), torch.tensor([[True]]))
+    states = drafter.block_states(batch, hidden)[0, 0]  # [K, D]
+    tokens = ids[0, length : length + 5].tolist()
+    markov = drafter.markov_head
+    want = target.head.logits(states) + markov.markov_w1.weight[tokens[:-1]] @ markov.markov_w2.weight.T
+    got = block_logits(drafter, hidden[0, :length], tokens)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", **SCALING}},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "llama3", **SCALING}},
+        {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_theta": 1e6},
+    ],
+    ids=["new", "old", "old type", "plain"],
+)
+def test_rotary_base_and_scaling_survive(rope: dict[str, Any], tmp_path: Path) -> None:
+    target = make_target(**rope)
+    loaded: Any = load_package(make_package(tmp_path / "p", "bf16", target), target)
+    hf = target.model.model.rotary_emb  # type: ignore[union-attr]
+    positions = torch.arange(0, 250, 7)
+    cos, sin = hf(torch.zeros(1), positions[None])
+    got = loaded.rope(positions)
+    torch.testing.assert_close(got[0], cos[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(got[1], sin[0], rtol=0, atol=1e-6)
+
+
+def test_layer_ids_survive_every_projects_numbering(package: Path) -> None:
+    ids = read_config(package).target_layer_ids
+    assert ids == LAYER_IDS
+    assert all(from_project(to_project(ids, project), project) == ids for project in OFFSETS)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_the_targets_and_stored_nowhere(tied: bool, tmp_path: Path) -> None:
+    target = make_target(tie_word_embeddings=tied)
+    package = make_package(tmp_path / "p", "fp16_int8", target)
+    drafter = load_package(package, target)
+    assert drafter.head is target.head
+    assert drafter.head.tied == tied
+    assert drafter.head.weight.data_ptr() == target.model.lm_head.weight.data_ptr()  # type: ignore[union-attr]
+    assert not any(name.startswith(("embed", "lm_head")) for name in drafter.state_dict())
+
+
+def test_a_quantised_target_keeps_a_float_drafter(tmp_path: Path) -> None:
+    plain = make_target()
+    package = make_package(tmp_path / "p", "fp16", plain)
+    quantised = make_target()
+    for layer in quantised.layers:
+        weight = layer.mlp.up_proj.weight
+        layer.mlp.up_proj = Int8Linear(
+            (weight * 40).round().clamp(-127, 127).to(torch.int8), torch.full((48, 1), 1 / 40)
+        )
+    bound = Target(quantised.model, name="tiny")
+    assert bound.info.fingerprint != plain.info.fingerprint
+    with pytest.raises(PackageError, match="fingerprint"):
+        load_package(package, bound)
+    drafter = load_package(package, bound, allow_other_target=True)
+    assert not any(isinstance(m, Int8Linear) for m in drafter.modules())
+    assert all(t.dtype == torch.float32 for t in drafter.state_dict().values())
+
+
+def test_a_16_bit_target_keeps_an_int8_drafter(package: Path) -> None:
+    target = make_target()
+    loaded = load_package(package, SimpleNamespace(info=target.info, head=target.head.to(dtype=torch.float16)))
+    weight = loaded.state_dict()[MATRIX].float()
+    steps = weight / (weight.abs().amax(1, keepdim=True) / 127)
+    assert (steps - steps.round()).abs().max() < 0.1  # still on the INT8 grid
+
+
+def test_another_revision_is_refused_unless_allowed(package: Path, target: Target) -> None:
+    other = SimpleNamespace(info=replace(target.info, fingerprint="other"), head=target.head)
+    with pytest.raises(PackageError, match=r"fingerprint is 'other'.*allow_other_target"):
+        load_package(package, other)
+    assert load_package(package, other, allow_other_target=True).conventions.gamma == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", 98),
+        ("hidden_size", 64),
+        ("num_layers", 7),
+        ("model_type", "qwen3"),
+        ("logit_scale", 0.5),
+        ("logit_softcap", 30.0),
+        ("embed_scale", 8.0),
+        ("head_dim", 8),
+    ],
+)
+def test_a_target_of_another_shape_is_always_refused(package: Path, target: Target, name: str, value: Any) -> None:
+    other = SimpleNamespace(info=replace(target.info, **{name: value}), head=target.head)
+    with pytest.raises(PackageError, match=rf"{name} is {value!r}"):
+        load_package(package, other, allow_other_target=True)
+
+
+def test_a_target_whose_head_has_other_rows_is_refused(package: Path, target: Target) -> None:
+    head = replace(target.head, weight=target.head.weight[:-1])
+    with pytest.raises(PackageError, match=r"head is \[96, 32\]"):
+        load_package(package, SimpleNamespace(info=target.info, head=head))
+
+
+# ---- mutations: checksums are renewed after each, so that the structure has to catch them
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every key."""
+    if isinstance(value, dict):
+        for key in value:
+            yield (*path, key)
+            yield from leaves(value[key], (*path, key))
+
+
+def set_at(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        config = config[key]
+    config[path[-1]] = value
+
+
+def get_at(config: dict[str, Any], path: tuple[str, ...]) -> Any:
+    for key in path:
+        config = config[key]
+    return config
+
+
+def config_mutations(config: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Callable[[dict[str, Any]], None]]]:
+    for path in leaves(config):
+        value = get_at(config, path)
+        yield "removed", path, lambda c, p=path: get_at(c, p[:-1]).pop(p[-1])  # type: ignore[misc]
+        if value is not None:
+            yield "null", path, lambda c, p=path: set_at(c, p, None)  # type: ignore[misc]
+        wrong = 3.5 if isinstance(value, str) else "wrong"
+        yield "wrong type", path, lambda c, p=path, w=wrong: set_at(c, p, w)  # type: ignore[misc]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield "shifted", path, lambda c, p=path, v=value: set_at(c, p, v + 1)  # type: ignore[misc]
+        if isinstance(value, bool):
+            yield "turned", path, lambda c, p=path, v=value: set_at(c, p, not v)  # type: ignore[misc]
+        if isinstance(value, list) and value and isinstance(value[0], int):
+            yield "shifted", path, lambda c, p=path, v=value: set_at(c, p, [k + 1 for k in v])  # type: ignore[misc]
+
+
+def test_every_change_of_the_config_is_refused_by_name(package: Path, target: Target, tmp_path: Path) -> None:
+    copy = copy_package(package, tmp_path / "copy")
+    original = (copy / CONFIG).read_text()
+    count = 0
+    for what, path, edit in config_mutations(json.loads(original)):
+        edit_config(copy, edit)
+        with pytest.raises(PackageError) as error:
+            load_package(copy, target)
+        assert path[-1] in str(error.value), f"{what} {'.'.join(path)}: {error.value}"
+        (copy / CONFIG).write_text(original)
+        count += 1
+    assert count >= 150
+
+
+def shift_ids(config: dict[str, Any]) -> None:
+    config["target_layer_ids"] = [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("fc.weight", shift_ids),  # the projection was built for three layers
+        ("block_size", lambda c: c.update(gamma=5)),
+        ("block_size", lambda c: c.update(block_size=5)),
+        ("gamma", lambda c: c.update(gamma=5, block_size=5)),
+        ("block_layout", lambda c: c.update(block_layout="fill_in", anchor_predicts=False, block_size=5)),
+        ("anchor_predicts", lambda c: c.update(anchor_predicts=False)),
+        ("target_layer_ids", lambda c: c.update(target_layer_ids=[1, 2, 5])),  # the last layer
+        ("target_layer_ids", lambda c: c.update(target_layer_ids=[2, 1, 4])),
+        ("target_layer_ids", lambda c: c.update(target_layer_ids=[1, 1, 4])),
+        ("mask_token_id", lambda c: c.update(mask_token_id=97)),
+        ("sliding_window", lambda c: c.update(sliding_window=8)),
+        ("is_causal", lambda c: c.update(is_causal=True)),
+        ("max_position_embeddings", lambda c: c.update(max_position_embeddings=32)),
+        ("rope_parameters", lambda c: c["rope_parameters"].update(rope_theta=5e5)),
+        ("vocab_size", lambda c: c.update(vocab_size=98)),
+        ("dtype", lambda c: c.update(dtype="bfloat16")),
+        ("quantisation", lambda c: c.update(quantisation=None)),
+        (MATRIX, lambda c: c["quantisation"]["tensors"].remove(MATRIX)),
+        ("norm.weight", lambda c: c["quantisation"]["tensors"].append("norm.weight")),
+        ("twice", lambda c: c["quantisation"]["tensors"].append(MATRIX)),
+        ("num_layers", lambda c: c["drafter"].update(num_layers=10**9)),
+        ("layers.2.mlp.up_proj.weight", lambda c: c["drafter"].update(num_layers=3)),
+        ("markov_head.markov_w1.weight", lambda c: c["drafter"].update(markov_rank=9)),
+        ("_target_", lambda c: c["drafter"].update(_target_="os.system")),
+        ("_target_", lambda c: c["drafter"].update(_target_="tests.unit.export.tiny.make_target")),
+        ("markov_head", lambda c: c["drafter"].update(markov_head="rnn")),
+        ("auto_map", lambda c: c.update(auto_map={"AutoModel": "evil.Model"})),
+        ("version", lambda c: c.update(version=2)),
+        ("format", lambda c: c.update(format="other")),
+    ],
+)
+def test_contradictions_are_refused_although_config_and_header_agree(
+    copy: Path, target: Target, name: str, edit: Callable[[dict[str, Any]], None]
+) -> None:
+    edit_config(copy, edit, header_too=True)
+    with pytest.raises(PackageError) as error:
+        load_package(copy, target)
+    assert name in str(error.value)
+
+
+def tensor_mutations(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, Callable[[dict[str, Any]], object]]]:
+    for name, tensor in tensors.items():
+        yield "dropped", name, lambda t, n=name: t.pop(n)  # type: ignore[misc]
+        yield "renamed", name, lambda t, n=name: t.update({f"model.{n}": t.pop(n)})  # type: ignore[misc]
+        wider = torch.cat((tensor, tensor[:1]))
+        yield "longer", name, lambda t, n=name, w=wider: t.update({n: w})  # type: ignore[misc]
+        other = torch.bfloat16 if tensor.dtype != torch.bfloat16 else torch.float32
+        yield "cast", name, lambda t, n=name, o=other: t.update({n: t[n].to(o)})  # type: ignore[misc]
+        if tensor.ndim == 2 and tensor.shape[0] != tensor.shape[1]:
+            yield "transposed", name, lambda t, n=name: t.update({n: t[n].T})  # type: ignore[misc]
+        if tensor.is_floating_point():
+            yield "NaN", name, lambda t, n=name: t[n].view(-1)[-1:].fill_(float("nan"))  # type: ignore[misc]
+
+
+def test_every_change_of_a_tensor_is_refused_by_name(target: Target, tmp_path: Path) -> None:
+    copy = make_package(tmp_path / "p", "fp16_int8", target, num_layers=1)
+    tensors: dict[str, torch.Tensor] = {}
+    edit_tensors(copy, tensors.update)
+    original = (copy / "model.safetensors").read_bytes()
+    count = 0
+    for what, name, edit in tensor_mutations(tensors):
+        edit_tensors(copy, edit)
+        with pytest.raises(PackageError) as error:
+            load_package(copy, target)
+        assert name in str(error.value), f"{what} {name}: {error.value}"
+        (copy / "model.safetensors").write_bytes(original)
+        count += 1
+    assert count >= 100
+
+
+def test_a_scale_of_zero_is_refused(copy: Path, target: Target) -> None:
+    edit_tensors(copy, lambda tensors: tensors[f"{MATRIX}_scale"].zero_())
+    with pytest.raises(PackageError, match=f"{MATRIX}_scale"):
+        load_package(copy, target)
+
+
+def test_an_unknown_tensor_is_refused(copy: Path, target: Target) -> None:
+    edit_tensors(copy, lambda tensors: tensors.update(extra=torch.ones(1)))
+    with pytest.raises(PackageError, match="tensor extra is unknown"):
+        load_package(copy, target)
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_flipped_byte_is_refused(copy: Path, target: Target, name: str) -> None:
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(data)
+    with pytest.raises(PackageError, match=rf"{name} is damaged or was changed"):
+        load_package(copy, target)
+
+
+def test_a_transposed_square_matrix_is_caught_by_the_checksum(copy: Path, target: Target) -> None:
+    before = (copy / "checksums.json").read_text()
+    edit_tensors(copy, lambda t: t.update({"markov_head.markov_w1.weight": t["markov_head.markov_w1.weight"].flip(0)}))
+    (copy / "checksums.json").write_text(before)
+    with pytest.raises(PackageError, match=r"model\.safetensors is damaged"):
+        load_package(copy, target)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "checksums.json"])
+def test_a_missing_file_is_refused(copy: Path, target: Target, name: str) -> None:
+    (copy / name).unlink()
+    with pytest.raises(PackageError, match=name):
+        load_package(copy, target)
+
+
+@pytest.mark.parametrize("name", ["config.json", "checksums.json"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 5000, '{"a": NaN'])
+def test_malformed_json_is_refused(copy: Path, target: Target, name: str, text: str) -> None:
+    (copy / name).write_text(text)
+    if name == "config.json":
+        write_checksums(copy)
+    with pytest.raises(PackageError, match=name):
+        load_package(copy, target)
+
+
+def test_an_endless_config_is_not_read(copy: Path, target: Target) -> None:
+    (copy / "config.json").write_text(" " * (1 << 20) + "{}")
+    write_checksums(copy)
+    with pytest.raises(PackageError, match="larger than"):
+        load_package(copy, target)
+
+
+def test_cut_weights_are_refused(copy: Path, target: Target) -> None:
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    write_checksums(copy)
+    with pytest.raises(PackageError, match=r"model\.safetensors cannot be read"):
+        load_package(copy, target)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "", "..", "a/b", "a\\b"])
+def test_names_that_lead_out_of_the_folder_are_refused(copy: Path, target: Target, name: str) -> None:
+    checksums = json.loads((copy / "checksums.json").read_text())
+    checksums["sha256"][name] = "0" * 64
+    (copy / "checksums.json").write_text(json.dumps(checksums))
+    with pytest.raises(PackageError, match="not a file beside it"):
+        load_package(copy, target)
+
+
+def test_a_link_out_of_the_folder_is_refused(copy: Path, target: Target, tmp_path: Path) -> None:
+    (copy / "model.safetensors").rename(tmp_path / "elsewhere")
+    (copy / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PackageError, match="leads out of the package"):
+        load_package(copy, target)
+
+
+def test_no_folder_is_refused(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(PackageError, match="not a folder"):
+        load_package(tmp_path / "none", target)
+
+
+LOAD = """
+import sys
+from types import SimpleNamespace
+import torch
+from deepspec.inference.package import load_package, read_config
+from pathlib import Path
+from deepspec.nn.head import FrozenHead
+info = read_config(Path(sys.argv[1])).target
+table = torch.randn(info.vocab_size, info.hidden_size)
+load_package(sys.argv[1], SimpleNamespace(info=info, head=FrozenHead.from_tensors(info, table, table)))
+tops = {name.split(".")[0] for name in sys.modules}
+parts = {name.split(".")[1] for name in sys.modules if name.startswith("deepspec.")}
+print(sorted(tops & {"deepspeed", "hydra", "omegaconf", "datasets", "wandb", "bitsandbytes"}))
+print(sorted(parts & {"export", "config", "engine", "checkpoint", "features", "data", "evaluation", "scheduling"}))
+"""
+
+
+def test_loading_imports_no_training_dependency(package: Path) -> None:
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(package)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[]", "[]"]

@@ -1,0 +1,197 @@
+"""The fused loss against the per-row functions, in value and gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspec.losses import rows
+from deepspec.losses.fused import BlockLoss, RowTask, block_loss
+from deepspec.nn.head import FrozenHead
+
+ROWS, WIDTH, VOCAB, RANK, POSITIONS = 23, 16, 61, 4, 9
+CE, L1 = 0.1, 0.9
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"logit_scale": 0.25},
+    "capped": {"logit_softcap": 3.0},
+    "all": {"logit_scale": 2.0, "logit_softcap": 5.0, "bias": True},
+}
+
+
+@dataclass
+class Case:
+    hidden: Tensor
+    markov: Tensor | None
+    w2: Tensor | None
+    task: RowTask
+
+    def run(self, **over: Any) -> tuple[BlockLoss, list[Tensor]]:
+        loss = block_loss(self.hidden, replace(self.task, **over), self.markov, self.w2)
+        inputs = [t for t in (self.hidden, self.markov, self.w2) if t is not None]
+        return loss, list(torch.autograd.grad(1.7 * loss.total, inputs))
+
+    def obvious(self) -> tuple[BlockLoss, list[Tensor]]:
+        """The same with whole logits and autograd."""
+        task = self.task
+        z = task.head.logits(self.hidden)
+        if self.markov is not None and self.w2 is not None:
+            z = z + self.markov @ self.w2.t()
+        t = task.head.logits(task.target_hidden)[task.target_index]
+        ce, l1 = rows.cross_entropy(z, task.labels), rows.l1_distance(z, t)
+        total = (task.weights * (task.ce * ce + task.l1 * l1)).sum()
+        inputs = [x for x in (self.hidden, self.markov, self.w2) if x is not None]
+        agreement = (z.argmax(-1) == t.argmax(-1)).to(ce.dtype)
+        return BlockLoss(total, ce, l1, agreement), list(torch.autograd.grad(1.7 * total, inputs))
+
+
+def make(
+    head: str = "plain",
+    *,
+    markov: bool = True,
+    dtype: torch.dtype = torch.float64,
+    scale: float = 1.0,
+    vocab: int = VOCAB,
+    num_rows: int = ROWS,
+) -> Case:
+    generator = torch.Generator().manual_seed(3)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    options = dict(HEADS[head])
+    bias = randn(vocab).to(dtype) if options.pop("bias", False) else None
+    weight = (randn(vocab, WIDTH) * 0.5 * scale).to(dtype)
+    index = torch.randint(0, POSITIONS, (num_rows,), generator=generator)
+    target = randn(POSITIONS, WIDTH).to(dtype)
+    weights = torch.rand(num_rows, generator=generator, dtype=torch.float64).to(dtype)
+    weights[::4] = 0.0
+    task = RowTask(
+        target_hidden=target,
+        target_index=index,
+        labels=torch.randint(0, vocab, (num_rows,), generator=generator),
+        weights=weights,
+        head=FrozenHead(embedding=weight, weight=weight, bias=bias, **options),
+        ce=CE,
+        l1=L1,
+    )
+    near = (target[index].double() + 0.3 * randn(num_rows, WIDTH)).to(dtype)
+    return Case(
+        near.requires_grad_(),
+        randn(num_rows, RANK).to(dtype).requires_grad_() if markov else None,
+        (randn(vocab, RANK) * 0.3).to(dtype).requires_grad_() if markov else None,
+        task,
+    )
+
+
+def same(fused: tuple[BlockLoss, list[Tensor]], plain: tuple[BlockLoss, list[Tensor]], tolerance: float) -> None:
+    for value, expected in zip(fused[0], plain[0], strict=True):
+        torch.testing.assert_close(value, expected, atol=tolerance, rtol=tolerance)
+    for gradient, expected in zip(fused[1], plain[1], strict=True):
+        assert (gradient - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("mode", ["exact", "common_mode"])
+@pytest.mark.parametrize("markov", [True, False])
+@pytest.mark.parametrize("head", list(HEADS))
+def test_value_and_gradient_in_fp64(head: str, markov: bool, mode: str) -> None:
+    case = make(head, markov=markov)
+    same(case.run(mode=mode), case.obvious(), 1e-12)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 2, 7, 1000])
+def test_the_size_of_a_chunk_changes_nothing(chunk_rows: int) -> None:
+    case = make("all")
+    same(case.run(chunk_rows=chunk_rows), case.obvious(), 1e-12)
+
+
+def test_value_and_gradient_in_fp32() -> None:
+    """fp32 keeps about 1e-7 a value; sign(q - p) may flip where q and p are equal to that, which moves little."""
+    case = make("all", dtype=torch.float32)
+    same(case.run(), case.obvious(), 1e-5)
+
+
+def test_saturated_rows_stay_finite_and_right() -> None:
+    """One-hot p and q: the draft's probability of the label is 0 in fp32, its cross-entropy is not infinite."""
+    case = make(dtype=torch.float32, scale=200.0)
+    fused, plain = case.run(), case.obvious()
+    assert torch.isfinite(fused[0].total)
+    assert fused[0].ce.max() > 100
+    same(fused, plain, 1e-4)
+
+
+def test_zero_weights_give_zero() -> None:
+    case = make()
+    loss, gradients = case.run(weights=torch.zeros(ROWS, dtype=torch.float64))
+    assert loss.total.item() == 0.0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_no_rows() -> None:
+    case = make(num_rows=0)
+    loss, gradients = case.run()
+    assert loss.total.item() == 0.0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_without_gradient_the_values_are_the_same() -> None:
+    case = make()
+    with torch.no_grad():
+        loss = block_loss(case.hidden, case.task, case.markov, case.w2)
+    torch.testing.assert_close(loss.total, case.obvious()[0].total)
+    assert not loss.total.requires_grad
+
+
+def test_acceptance_is_the_overlap_of_the_distributions() -> None:
+    case = make()
+    loss, _ = case.run()
+    z = case.task.head.logits(case.hidden) + case.markov @ case.w2.t()  # type: ignore[operator, union-attr]
+    p = case.task.head.logits(case.task.target_hidden)[case.task.target_index].softmax(-1)
+    torch.testing.assert_close(loss.acceptance, torch.minimum(z.softmax(-1), p).sum(-1))
+
+
+def test_low_precision_exact_keeps_fp32_products() -> None:
+    case = make(dtype=torch.bfloat16, markov=False)
+    wide = Case(
+        case.hidden.detach().double().requires_grad_(),
+        None,
+        None,
+        replace(
+            case.task,
+            target_hidden=case.task.target_hidden.double(),
+            weights=case.task.weights.double(),
+            head=case.task.head.to(dtype=torch.float64),
+        ),
+    )
+    (fused, gradients), (plain, expected) = case.run(), wide.obvious()
+    torch.testing.assert_close(fused.l1.double(), plain.l1, atol=1e-5, rtol=1e-5)
+    assert gradients[0].dtype == torch.bfloat16
+    assert (gradients[0].double() - expected[0]).norm() <= 1e-2 * expected[0].norm()
+
+
+def test_common_mode_cancels_the_rounding_of_low_precision_products() -> None:
+    """A draft close to its target: rounded logits drown the difference, the common mode keeps it."""
+    torch.manual_seed(0)
+    width, vocab, num_rows = 64, 512, 40
+    weight = (torch.randn(vocab, width) * 0.5).bfloat16()
+    target = torch.randn(num_rows, width).bfloat16()
+    hidden = (target.float() + 0.02 * torch.randn(num_rows, width)).bfloat16()
+    task = RowTask(
+        target, torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.long), torch.ones(num_rows),
+        FrozenHead(weight, weight), 0.0, 1.0, "common_mode",
+    )  # fmt: skip
+    common = block_loss(hidden, task).l1.double()
+    wide = weight.double()
+    exact = rows.l1_distance(hidden.double() @ wide.t(), target.double() @ wide.t())
+    naive = rows.l1_distance(hidden @ weight.t(), target @ weight.t()).double()
+    assert (common - exact).norm() < 0.2 * (naive - exact).norm()
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary() -> None:
+    case = make(dtype=torch.float32, vocab=151936, num_rows=12)
+    same(case.run(chunk_rows=5), case.obvious(), 1e-5)
