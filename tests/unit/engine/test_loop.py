@@ -13,7 +13,7 @@ import torch
 
 from deepspec.contracts import Batch, Features, LossOutput
 from deepspec.engine.hooks import LogHook, SaveHook, SignalHook, ValidateHook
-from deepspec.engine.loop import Trainer, normalised_loss
+from deepspec.engine.loop import Hook, Trainer, normalised_loss
 from deepspec.engine.tracker import JsonLines
 from deepspec.errors import ConfigError, DataError, Interrupted, TrainingError
 from tests.unit.engine import toy
@@ -141,7 +141,7 @@ def test_signal_saves_and_a_resumed_run_is_the_same(tmp_path: Path, number: sign
     straight.run()
     drafter = toy.make_drafter()
     store = toy.make_store(tmp_path / "checkpoints", drafter)
-    hooks = [SendSignal(number), SaveHook(store, None), SignalHook()]
+    hooks: list[Hook] = [SendSignal(number), SaveHook(store, None), SignalHook()]
     trainer = toy.make_trainer(steps=6, drafter=drafter, hooks=hooks)
     try:
         with pytest.raises(Interrupted, match=f"step 3: received {number.name}") as stop:
@@ -180,7 +180,7 @@ def test_metrics_and_validation(tmp_path: Path) -> None:
     import json
 
     tracker = JsonLines(tmp_path / "metrics.jsonl")
-    hooks = [
+    hooks: list[Hook] = [
         ValidateHook(tracker, lambda: iter([toy.make_batch([3, 7]), toy.make_batch([2])]), 2),
         LogHook(tracker, every=2, peak_lr=toy.OPTIM.lr),
     ]
