@@ -18,7 +18,7 @@ import torch
 
 from deepspec.engine.distributed import Ranks, joined_ranks
 from deepspec.engine.hooks import LogHook, SaveHook
-from deepspec.engine.loop import Trainer
+from deepspec.engine.loop import Hook, Trainer
 from deepspec.engine.tracker import JsonLines, Trackers
 from tests.unit.engine import toy
 
@@ -49,7 +49,11 @@ def make(case: str, ranks: Ranks, folder: Path, *, engine: str | None = None, di
     store = toy.make_store(folder / "checkpoints", drafter)
     tracker = Trackers([JsonLines(folder / "metrics.jsonl")] if ranks.is_first else [])
     folder.mkdir(parents=True, exist_ok=True)
-    hooks = [LogHook(tracker, every=1, peak_lr=toy.OPTIM.lr), SaveHook(store, 5), *([AbandonHook()] if die else [])]
+    hooks: list[Hook] = [
+        LogHook(tracker, every=1, peak_lr=toy.OPTIM.lr),
+        SaveHook(store, 5),
+        *([AbandonHook()] if die else []),
+    ]
     optim = replace(toy.OPTIM, clip_norm=0.5)
     trainer = toy.make_trainer(ranks, steps=10, engine=config, hooks=hooks, drafter=drafter, optim=optim)
     name = ranks.from_first(store.newest() if ranks.is_first else None)
