@@ -27,6 +27,7 @@ from deepspec.checkpoint.state import TrainState
 from deepspec.engine.base import DTYPES, LossModule, StepInfo
 from deepspec.engine.optim import checked_moments, make_adamw, moment_keys, parameter_groups, set_lr
 from deepspec.engine.update import GROWTH_INTERVAL, LossScaler, Update, gradient_of
+from deepspec.engine.zero_config import deepspeed_config
 from deepspec.errors import ConfigError
 from deepspec.log import get_logger
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-MAX_BUCKET_ELEMENTS = 1 << 27
-BUCKET_STEP = 1 << 10  # DeepSpeed wants even sizes
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -264,40 +263,6 @@ def _own_part(parameter: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor
     padded = whole.new_zeros(size * ranks.world_size)
     padded[: whole.numel()] = whole.flatten()
     return padded[size * ranks.rank : size * (ranks.rank + 1)]
-
-
-def deepspeed_config(engine: EngineConfig, optim: OptimConfig, world_size: int, num_parameters: int) -> dict[str, Any]:
-    """Return DeepSpeed's own configuration, as plain values."""
-    bucket = min(MAX_BUCKET_ELEMENTS, math.ceil(num_parameters / BUCKET_STEP) * BUCKET_STEP)
-    config: dict[str, Any] = {
-        "train_batch_size": engine.global_batch_size,
-        "train_micro_batch_size_per_gpu": engine.micro_batch_size,
-        "gradient_accumulation_steps": engine.global_batch_size // (engine.micro_batch_size * world_size),
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": optim.clip_norm if engine.zero_stage > 0 else 0.0,
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": engine.zero_stage,
-            "overlap_comm": engine.zero_stage >= 2,  # noqa: PLR2004 - stage 1 reduces in step()
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-        },
-        "steps_per_print": None,
-    }
-    if engine.zero_stage > 0 and engine.precision == "bf16":
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    if engine.zero_stage > 0 and engine.precision == "fp16":
-        config["fp16"] = {
-            "enabled": True,
-            "loss_scale": 0,
-            "initial_scale_power": round(math.log2(engine.initial_loss_scale)),
-            "loss_scale_window": GROWTH_INTERVAL,
-            "hysteresis": 1,
-            "min_loss_scale": 1,
-        }
-    return config
 
 
 def _refuse_other_optimisers(optim: OptimConfig) -> None:

@@ -63,11 +63,7 @@ def make(case: str, ranks: Ranks, folder: Path, *, engine: str | None = None, di
 
 
 def run_cases(mode: str, ranks: Ranks, folder: Path, cases: Sequence[str]) -> None:
-    """Run one half of the test; the first half ends by SIGKILL.
-
-    Both halves meet the engines in the same order: once ZeRO-3 has run in a process, DeepSpeed's own ``linear``, which
-    rounds differently in bf16, stays in place of PyTorch's.
-    """
+    """Run one half of the test; the first half ends by SIGKILL."""
     paths = {case: folder / case.replace(":", "_") for case in cases}
     for case, path in paths.items():
         if mode == "resume":

@@ -44,6 +44,7 @@ def lines(folder: Path) -> list[tuple[object, ...]]:
     return [tuple(line[key] for key in ("step", "samples", "lr", "loss", "grad_norm")) for line in found]
 
 
+@pytest.mark.timeout(600)
 def test_two_ranks(two_ranks: Path) -> None:
     resume(two_ranks, 2, FAST_CASES)
 

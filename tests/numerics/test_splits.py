@@ -22,6 +22,7 @@ def check(measured: dict[str, dict[str, float]], engines: tuple[str, ...]) -> No
             assert distance <= limit, f"{name}: {what} is off by {distance:.2e}"
 
 
+@pytest.mark.timeout(600)
 def test_two_ranks(two_ranks: Path) -> None:
     """Ranks with 1 and 8 supervised tokens, micro-batches with 0, 1, 2 and 6; clipping by the norm over all shards."""
     measured = json.loads((two_ranks / "measured.json").read_text())
