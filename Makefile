@@ -1,5 +1,5 @@
 # make help shows the targets. PYTHON= chooses the interpreter, VENV= the environment,
-# TORCH_INDEX= an index to take PyTorch from (for example https://download.pytorch.org/whl/cpu).
+# TORCH_INDEX= an index to take PyTorch from.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=

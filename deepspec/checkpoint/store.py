@@ -138,9 +138,7 @@ class CheckpointStore:
                 continue
             return folder.name
         if folders:
-            raise PackageError(
-                f"every checkpoint in {self.folder} is damaged; start anew with train.resume=false"
-            )
+            raise PackageError(f"every checkpoint in {self.folder} is damaged; start anew with train.resume=false")
         return None
 
     def load(self, name: str) -> Checkpoint:

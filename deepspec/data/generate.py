@@ -131,8 +131,9 @@ class _Batch:
                 self.cache.layers.append(_empty_like(source, capacity, self.cache.max_length))
             goal = self.cache.layers[index]
             goal.length = self.edge
-            for into, out_of in ((goal.keys, source.keys), (goal.values, source.values)):
-                into[slot, :, row.start : self.edge] = out_of[0, :, : source.length]
+            columns = slice(row.start, self.edge)
+            goal.key_buffer[slot, :, columns] = source.key_buffer[0, :, : source.length]
+            goal.value_buffer[slot, :, columns] = source.value_buffer[0, :, : source.length]
 
     def _step(self) -> None:
         """Append one token to every row."""
@@ -196,9 +197,11 @@ def choose_tokens(logits: Tensor, generators: Sequence[torch.Generator], tempera
 def _empty_like(source: GrowingLayer, rows: int, capacity: int) -> GrowingLayer:
     """Return an empty layer of ``rows`` rows; zeros, because a masked column's NaN would still spoil its row."""
     layer = GrowingLayer(capacity)
-    layer.lazy_initialization(source.keys, source.values)
-    layer.keys = source.keys.new_zeros(rows, *layer.keys.shape[1:])
-    layer.values = source.values.new_zeros(rows, *layer.values.shape[1:])
+    layer.lazy_initialization(
+        *(buffer[:, :, :1].expand(rows, -1, -1, -1) for buffer in (source.key_buffer, source.value_buffer))
+    )
+    layer.key_buffer.zero_()
+    layer.value_buffer.zero_()
     return layer
 
 

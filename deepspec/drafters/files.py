@@ -164,4 +164,5 @@ def _dataclass(kind: type[T], description: Mapping[str, Any], name: str, folder:
     ]
     if unknown or missing:
         raise PackageError(f"{folder / DESCRIPTION}: section {name} has unknown keys {unknown} and lacks {missing}")
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in section.items()})
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in section.items()}
+    return kind(**values)

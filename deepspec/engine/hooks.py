@@ -49,7 +49,12 @@ class SignalHook:
             trainer.stop_reason = f"received {self._received}"
 
     def finish(self, trainer: Trainer) -> None:  # noqa: ARG002
-        """Give the signals back; a signal during the last save does not tear it."""
+        """Give the signals back, unless one was received.
+
+        When the first rank leaves, a launcher sends SIGTERM to the others, which may still have to write status.json.
+        """
+        if self._received:
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

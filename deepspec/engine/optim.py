@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the trainable parameters as (matrices, the rest), each in the module's order."""
     tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -50,7 +51,7 @@ def parameter_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, A
 
 def make_adamw(groups: Iterable[dict[str, Any]], config: OptimConfig) -> torch.optim.AdamW:
     """Build AdamW. The fused kernel is asked for by name: it can leave out a step without the host waiting."""
-    return torch.optim.AdamW(list(groups), lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
+    return torch.optim.AdamW(list(groups), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def make_optimizers(module: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:

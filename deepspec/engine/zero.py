@@ -102,7 +102,9 @@ class ZeroEngine:
         if engine.precision == "fp16" and self._stage == 0:
             self._scaler = LossScaler(engine.initial_loss_scale, ranks.device)
         self._inner = self._make_optimizer(optim)
-        with redirect_stdout(sys.stderr if log.isEnabledFor(logging.DEBUG) else io.StringIO()):  # it prints what belongs into a log
+        with redirect_stdout(
+            sys.stderr if log.isEnabledFor(logging.DEBUG) else io.StringIO()
+        ):  # it prints what belongs into a log
             self._engine, *_ = self._deepspeed.initialize(
                 model=module,
                 optimizer=self._inner,
@@ -110,7 +112,7 @@ class ZeroEngine:
                 dist_init_required=False,
             )
         self._named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # the loop counts bad steps and stops with a clear message
         self._create_moments()
@@ -121,7 +123,7 @@ class ZeroEngine:
         groups = parameter_groups(self._drafter, optim)
         if self._stage > 0:
             return make_adamw(groups, optim)
-        guarded = _GuardedAdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, fused=True)
+        guarded = _GuardedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         guarded.update = Update(optim.clip_norm, self._scaler)
         return guarded
 
@@ -249,7 +251,7 @@ class ZeroEngine:
         if self._scaler is not None:
             self._scaler.load(state)
             return
-        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
         if state and getattr(scaler, "dynamic", False):
             scaler.cur_scale = state["scale"]
             scaler.cur_iter = int(state["good_steps"])

@@ -50,16 +50,16 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Map ``logits`` [V] to (token: 0-d int64, probabilities: [V] fp32 it was drawn from)."""
-        probabilities = self.probabilities(logits)
         if self.settings.greedy:
-            return logits.argmax(dim=-1), probabilities
+            token = logits.argmax(dim=-1)
+            return token, _one_hot(token, logits)
+        probabilities = self.probabilities(logits)
         return self.draw(probabilities), probabilities
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Map ``logits`` [..., V] of any precision to the fp32 distributions that tokens are drawn from."""
         if self.settings.greedy:
-            one_hot = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-            return one_hot.scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+            return _one_hot(logits.argmax(dim=-1), logits)
         probabilities = torch.softmax(logits.float() / self.settings.temperature, dim=-1)
         return _truncate(probabilities, self.settings.top_k, self.settings.top_p)
 
@@ -71,6 +71,12 @@ class Sampler:
     def uniforms(self, shape: tuple[int, ...]) -> Tensor:
         """Draw fp32 numbers in [0, 1)."""
         return torch.rand(shape, generator=self.generator, device=self.generator.device)
+
+
+def _one_hot(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return distributions of the shape of ``logits`` [..., V] that hold ``tokens`` [...] for certain."""
+    empty = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
+    return empty.scatter_(-1, tokens.unsqueeze(-1), 1.0)
 
 
 def _truncate(probabilities: Tensor, top_k: int | None, top_p: float | None) -> Tensor:

@@ -25,7 +25,7 @@ class GrowingLayer(DynamicLayer):
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the buffers when the first keys show their shape."""
+        """Allocate the buffers when the first keys show their shape; ``capacity`` columns."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys = key_states.new_empty(*key_states.shape[:2], self.capacity, key_states.shape[-1])
         self.values = value_states.new_empty(*value_states.shape[:2], self.capacity, value_states.shape[-1])
@@ -38,10 +38,10 @@ class GrowingLayer(DynamicLayer):
         end = self.length + key_states.shape[-2]
         if end > self.capacity:
             self._grow(max(end, self.capacity * 2))
-        self._keys[:, :, self.length : end] = key_states
-        self._values[:, :, self.length : end] = value_states
+        self.key_buffer[:, :, self.length : end] = key_states
+        self.value_buffer[:, :, self.length : end] = value_states
         self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        return self.key_buffer[:, :, :end], self.value_buffer[:, :, :end]
 
     def get_seq_length(self) -> int:
         """Return the number of positions in use."""
@@ -54,17 +54,19 @@ class GrowingLayer(DynamicLayer):
     def remap(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace both buffers by ``change(buffer)``; the caller sets ``length``."""
         if self.is_initialized:
-            self.keys, self.values = change(self._keys), change(self._values)
-            self.capacity = self._keys.shape[2]
+            self.keys, self.values = change(self.key_buffer), change(self.value_buffer)
+            self.capacity = self.key_buffer.shape[2]
 
     @property
-    def _keys(self) -> Tensor:
+    def key_buffer(self) -> Tensor:
+        """All columns of the keys, [B, H, capacity, Dh]."""
         if self.keys is None:
             raise RuntimeError("the cache layer holds nothing yet")
         return self.keys
 
     @property
-    def _values(self) -> Tensor:
+    def value_buffer(self) -> Tensor:
+        """All columns of the values, [B, H, capacity, Dh]."""
         if self.values is None:
             raise RuntimeError("the cache layer holds nothing yet")
         return self.values
@@ -81,7 +83,7 @@ class GrowingLayer(DynamicLayer):
 class TargetCache(Cache):
     """The layers' caches; layers appear as the model reaches them."""
 
-    layers: list[GrowingLayer]
+    layers: list[GrowingLayer]  # type: ignore[assignment]
 
     def __init__(self, max_length: int) -> None:
         super().__init__(layer_class_to_replicate=GrowingLayer)

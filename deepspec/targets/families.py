@@ -59,13 +59,13 @@ class Parts:
     """The modules of a causal LM that a target is used through."""
 
     base: nn.Module
-    embedding: nn.Module
+    embedding: nn.Embedding
     layers: nn.ModuleList
     norm: nn.Module
-    head: nn.Module
+    head: nn.Linear
 
 
-def find_parts(model: nn.Module, model_type: str) -> Parts:
+def find_parts(model: Any, model_type: str) -> Parts:
     """Return the modules of ``model`` by the names of its family.
 
     Raises:
@@ -73,11 +73,11 @@ def find_parts(model: nn.Module, model_type: str) -> Parts:
     """
     family = FAMILIES.get(model_type, _COMMON)
     try:
-        base = model.get_submodule(family.base)
+        base: Any = model.get_submodule(family.base)
         return Parts(
             base=base,
             embedding=base.get_submodule(family.embedding),
-            layers=base.get_submodule(family.layers),  # type: ignore[arg-type]
+            layers=base.get_submodule(family.layers),
             norm=base.get_submodule(family.norm),
             head=model.get_submodule(family.head),
         )

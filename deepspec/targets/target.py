@@ -40,7 +40,7 @@ class StepFeatures:
 class Target:
     """A frozen causal LM, its embedding and head, its tokenizer, and what a drafter has to know of it."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None, *, name: str = "") -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, *, name: str = "") -> None:
         """Freeze ``model`` (a causal LM of transformers) and find its parts.
 
         Raises:
@@ -207,7 +207,7 @@ def _describe(model: Any, config: Any, name: str, embedding: Tensor) -> TargetIn
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=config.intermediate_size,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", 1e-6)),
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", getattr(config, "layer_norm_eps", 1e-6))),
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=rope,
         embed_scale=embed_scale,

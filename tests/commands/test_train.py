@@ -31,9 +31,7 @@ def arguments(folder: Path) -> list[str]:
 
 def train(arguments: list[str], *extra: str, launcher: tuple[str, ...] = (), **env: str) -> int:
     command = list(launcher) or [sys.executable, "-m", "deepspec.train"]
-    done = subprocess.run(
-        [*command, *arguments, *extra], cwd=ROOT, env=environment(**env), timeout=280, check=False
-    )
+    done = subprocess.run([*command, *arguments, *extra], cwd=ROOT, env=environment(**env), timeout=280, check=False)
     return done.returncode
 
 

@@ -31,4 +31,8 @@ def start_ranks(module: str, *args: str, world_size: int) -> list[int]:
         where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **where)
         processes.append(subprocess.Popen([sys.executable, "-m", module, *args], cwd=ROOT, env=env))
-    return [process.wait(timeout=280) for process in processes]
+    try:
+        return [process.wait(timeout=560) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()

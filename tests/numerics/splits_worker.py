@@ -35,7 +35,7 @@ class PerRankMean(Trainer):
 class PerMicroBatchMean(Trainer):
     """A planted fault: every micro-batch divides by its own denominators."""
 
-    def _micro_batch(self, batch: Batch, own: Mapping[str, torch.Tensor], totals: Mapping[str, torch.Tensor]) -> None:
+    def _micro_batch(self, batch: Batch, own: Mapping[str, torch.Tensor], _totals: Mapping[str, torch.Tensor]) -> None:
         parts = toy.GLOBAL_BATCH // batch.input_ids.shape[0]
         super()._micro_batch(batch, own, {name: value * parts for name, value in own.items()})
 

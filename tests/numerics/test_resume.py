@@ -49,9 +49,11 @@ def test_two_ranks(two_ranks: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_engine(tmp_path: Path, world_size: int) -> None:
-    cases = [f"{engine}:{precision}" for engine in ENGINES for precision in ("fp32", "bf16")]
+def test_every_engine(tmp_path: Path, world_size: int, precision: str) -> None:
+    cases = [f"{engine}:{precision}" for engine in ENGINES]
     codes = start_ranks("tests.numerics.resume_worker", "straight", str(tmp_path), *cases, world_size=world_size)
     assert all(code != 0 for code in codes), "the workers end by SIGKILL"
     resume(tmp_path, world_size, cases)

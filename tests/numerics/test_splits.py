@@ -32,6 +32,7 @@ def test_two_ranks(two_ranks: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_one_rank(tmp_path: Path) -> None:
     out = tmp_path / "measured.json"
     assert start_ranks("tests.numerics.splits_worker", str(out), *FAST_ENGINES, world_size=1) == [0]

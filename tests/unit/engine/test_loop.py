@@ -13,7 +13,7 @@ import torch
 
 from deepspec.contracts import Batch, Features, LossOutput
 from deepspec.engine.hooks import LogHook, SaveHook, SignalHook, ValidateHook
-from deepspec.engine.loop import Trainer, normalised_loss
+from deepspec.engine.loop import Hook, Trainer, normalised_loss
 from deepspec.engine.tracker import JsonLines
 from deepspec.errors import ConfigError, DataError, Interrupted, TrainingError
 from tests.unit.engine import toy
@@ -114,7 +114,7 @@ def test_loader_error_stops_the_run() -> None:
 
 def test_data_that_ends_too_early() -> None:
     trainer = toy.make_trainer(steps=10)
-    trainer._batches = lambda start: iter([(0, [toy.make_batch(range(4))])])
+    trainer._batches = lambda _start: iter([(0, [toy.make_batch(range(4))])])
     with pytest.raises(TrainingError, match="step 1 of 10"):
         trainer.run()
 
@@ -136,17 +136,21 @@ class SendSignal:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_a_resumed_run_is_the_same(tmp_path: Path, number: signal.Signals) -> None:
-    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     straight = toy.make_trainer(steps=6)
     straight.run()
     drafter = toy.make_drafter()
     store = toy.make_store(tmp_path / "checkpoints", drafter)
-    hooks = [SendSignal(number), SaveHook(store, None), SignalHook()]
+    hooks: list[Hook] = [SendSignal(number), SaveHook(store, None), SignalHook()]
     trainer = toy.make_trainer(steps=6, drafter=drafter, hooks=hooks)
-    with pytest.raises(Interrupted, match=f"step 3: received {number.name}") as stop:
-        trainer.run()
+    try:
+        with pytest.raises(Interrupted, match=f"step 3: received {number.name}") as stop:
+            trainer.run()
+        os.kill(os.getpid(), signal.SIGTERM)  # what a launcher does when another rank has left already
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
     assert stop.value.exit_code == 75
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     resumed = toy.make_trainer(steps=6)
     resumed.resume(store.load(store.newest() or ""))
     assert resumed.progress.step == 3
@@ -176,7 +180,7 @@ def test_metrics_and_validation(tmp_path: Path) -> None:
     import json
 
     tracker = JsonLines(tmp_path / "metrics.jsonl")
-    hooks = [
+    hooks: list[Hook] = [
         ValidateHook(tracker, lambda: iter([toy.make_batch([3, 7]), toy.make_batch([2])]), 2),
         LogHook(tracker, every=2, peak_lr=toy.OPTIM.lr),
     ]

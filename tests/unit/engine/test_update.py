@@ -87,9 +87,7 @@ def test_muon_is_refused_by_deepspeed() -> None:
         toy.make_trainer(engine=toy.engine_config(kind="deepspeed"), optim=replace(toy.OPTIM, name="muon"))
 
 
-@pytest.mark.parametrize(
-    ("step", "expected"), [(0, 0.25), (3, 1.0), (4, 1.0), (52, 0.55), (100, 0.1), (1000, 0.1)]
-)
+@pytest.mark.parametrize(("step", "expected"), [(0, 0.25), (3, 1.0), (4, 1.0), (52, 0.55), (100, 0.1), (1000, 0.1)])
 def test_cosine(step: int, expected: float) -> None:
     schedule = make_schedule(100, warmup_ratio=0.04, kind="cosine", min_lr_ratio=0.1)
     assert schedule(step) == pytest.approx(expected)
