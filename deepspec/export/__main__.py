@@ -28,6 +28,7 @@ def main(cfg: ExportCommand) -> None:
     from deepspec.export.card import Origin
     from deepspec.export.material import read_material
     from deepspec.export.run import export_package
+    from deepspec.inference.accelerate import accelerate
     from deepspec.log import emit
     from deepspec.targets.load import load_target
 
@@ -39,6 +40,7 @@ def main(cfg: ExportCommand) -> None:
     description = read_description(checkpoint)
     drafter = load_drafter(checkpoint)
     target = load_target(run.target)
+    accelerate(target)
     drafter.bind(target.head)
     eos = target.info.eos_token_ids
     renderer = ChatRenderer(

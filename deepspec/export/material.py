@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from deepspec.contracts import Sample
-from deepspec.data.conversations import read_conversations, without_answer
+from deepspec.data.conversations import read_conversations
+from deepspec.data.prompts import read_prompts
 from deepspec.errors import DataError
 from deepspec.export.verify import Material
 
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from pathlib import Path
 
-    from deepspec.contracts import Conversation
     from deepspec.data.chat import ChatRenderer
 
+T = TypeVar("T")
 SAMPLES = 24
 MAX_NEW_TOKENS = 64
 
@@ -41,14 +42,14 @@ def read_material(
     rendered = [renderer.render(conversation) for conversation in spread(conversations, SAMPLES)]
     return Material(
         samples=[sample for sample in rendered if isinstance(sample, Sample)],
-        prompts=[renderer.prompt_ids(without_answer(c).messages) for c in spread(conversations, prompts)],
+        prompts=[prompt.ids for prompt in spread(read_prompts(path, renderer), prompts)],
         stop_ids=frozenset(stop_ids),
         max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS),
     )
 
 
-def spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
-    """Return at most ``count`` conversations, evenly spaced."""
-    if len(conversations) <= count:
-        return list(conversations)
-    return [conversations[n * len(conversations) // count] for n in range(count)]
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Return at most ``count`` of the items, evenly spaced."""
+    if len(items) <= count:
+        return list(items)
+    return [items[n * len(items) // count] for n in range(count)]

@@ -3,55 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspec.config.cli import Command
-from deepspec.config.resolve import save_config
-from deepspec.config.schema import RunConfig
-from deepspec.drafters.files import save_drafter
 from deepspec.evaluate import main
-from deepspec.targets.load import layer_ids, load_target
-from tests.commands.tiny_run import overrides, write_conversations
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    """Take the program's log handlers away again: they write to this test's streams."""
-    root = logging.getLogger()
-    before = list(root.handlers), root.level
-    yield
-    root.handlers[:], root.level = before[0], before[1]
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run folder as training leaves it, with a random drafter."""
-    work = tmp_path_factory.mktemp("work")
-    test = write_conversations(work / "test.jsonl", 4)
-    configs: list[RunConfig] = []
-    arguments = [*overrides(work, samples=4), f"data.test={test}", f"hydra.run.dir={work / 'hydra'}"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["program"])
-        patch.chdir(work)
-        assert Command(configs.append, "config").run(arguments) == 0
-    config, run = configs[0], work / "run"
-    checkpoint = run / "checkpoints" / "step-000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint.parent / "latest").write_text("step-000001\n")
-    save_config(config, run / "config.yaml")
-    info = load_target(config.target).info
-    taps = layer_ids(config.target, info.num_layers)
-    drafter = config.drafter.build(info, taps, config.target.mask_token_id)
-    save_drafter(checkpoint, drafter, config.drafter, info, step=1)
-    return run
 
 
 @pytest.fixture

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepspec.contracts import Sample
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.export.package import native_package, staged, write_checksums, write_package
 from deepspec.inference.package_config import CONFIG, HEADER_KEY, WEIGHTS
-from deepspec.targets.target import Target
+from tests.helpers import tiny_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,18 +24,16 @@ if TYPE_CHECKING:
 
     from deepspec.drafters.base import Drafter
     from deepspec.export.quantise import Profile
+    from deepspec.targets.target import Target
 
 LAYER_IDS = (1, 2, 4)
 MASK_ID = 96
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SIZES = {"intermediate_size": 48, "head_dim": 16, "max_position_embeddings": 256}
 
 
 def make_target(seed: int = 0, **over: Any) -> Target:
     """Return a random Llama of six layers with 97 tokens; ``over`` goes to its config."""
-    torch.manual_seed(seed)
-    values = {"vocab_size": 97, "num_hidden_layers": 6, "max_position_embeddings": 256, "tie_word_embeddings": True}
-    config = LlamaConfig(**{**SIZES, **values, "initializer_range": 0.3, "eos_token_id": 2, **over})
-    return Target(LlamaForCausalLM(config), name="tiny")
+    return tiny_target("llama", seed=seed, **{**SIZES, "tie_word_embeddings": True, **over})
 
 
 def make_drafter(target: Target, seed: int = 1, **over: Any) -> tuple[Drafter, DSparkConfig]:

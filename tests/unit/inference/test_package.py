@@ -18,6 +18,7 @@ import torch
 from deepspec.contracts import Batch
 from deepspec.errors import PackageError
 from deepspec.export.package import write_checksums
+from deepspec.export.quantise import quantise_rows
 from deepspec.inference.package import is_package, load_package
 from deepspec.inference.package_config import CONFIG, read_config
 from deepspec.nn.int8 import Int8Linear
@@ -132,9 +133,9 @@ SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 def test_rotary_base_and_scaling_survive(rope: dict[str, Any], tmp_path: Path) -> None:
     target = make_target(**rope)
     loaded: Any = load_package(make_package(tmp_path / "p", "bf16", target), target)
-    hf = target.model.model.rotary_emb  # type: ignore[union-attr]
+    model: Any = target.model
     positions = torch.arange(0, 250, 7)
-    cos, sin = hf(torch.zeros(1), positions[None])
+    cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])
     got = loaded.rope(positions)
     torch.testing.assert_close(got[0], cos[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(got[1], sin[0], rtol=0, atol=1e-6)
@@ -153,7 +154,8 @@ def test_embedding_and_head_are_the_targets_and_stored_nowhere(tied: bool, tmp_p
     drafter = load_package(package, target)
     assert drafter.head is target.head
     assert drafter.head.tied == tied
-    assert drafter.head.weight.data_ptr() == target.model.lm_head.weight.data_ptr()  # type: ignore[union-attr]
+    model: Any = target.model
+    assert drafter.head.weight.data_ptr() == model.lm_head.weight.data_ptr()
     assert not any(name.startswith(("embed", "lm_head")) for name in drafter.state_dict())
 
 
@@ -161,11 +163,9 @@ def test_a_quantised_target_keeps_a_float_drafter(tmp_path: Path) -> None:
     plain = make_target()
     package = make_package(tmp_path / "p", "fp16", plain)
     quantised = make_target()
-    for layer in quantised.layers:
-        weight = layer.mlp.up_proj.weight
-        layer.mlp.up_proj = Int8Linear(
-            (weight * 40).round().clamp(-127, 127).to(torch.int8), torch.full((48, 1), 1 / 40)
-        )
+    mlps: list[Any] = [layer.mlp for layer in quantised.layers]
+    for mlp in mlps:
+        mlp.up_proj = Int8Linear(*quantise_rows(mlp.up_proj.weight))
     bound = Target(quantised.model, name="tiny")
     assert bound.info.fingerprint != plain.info.fingerprint
     with pytest.raises(PackageError, match="fingerprint"):

@@ -1,0 +1,94 @@
+"""The command export on a tiny run: the package, its report, and one message for each mistake."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspec.export import verify
+from deepspec.export.__main__ import main
+from deepspec.inference.package import load_package
+from deepspec.inference.package_config import read_config
+from deepspec.targets.load import load_target
+
+Run = Callable[..., tuple[int, str, str]]
+QUICK = ("export.verify_prompts=2", "evaluate.max_new_tokens=6", "export.max_length_change=1")
+
+
+@pytest.fixture
+def export(run_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Run:
+    monkeypatch.chdir(run_folder.parent)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["export", f"run={run_folder}", *QUICK, *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capfd.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call
+
+
+@pytest.mark.parametrize("profile", ["bf16", "fp16_int8"])
+def test_each_profile_is_written_into_the_run_folder(export: Run, run_folder: Path, profile: str) -> None:
+    code, out, err = export(f"export.profile={profile}")
+    assert code == 0, err
+    folder = run_folder / f"package-{profile}"
+    assert sorted(p.name for p in folder.iterdir()) == ["card.md", "checksums.json", "config.json", "model.safetensors"]
+    assert set(json.loads((folder / "checksums.json").read_text())["sha256"]) == {
+        "card.md",
+        "config.json",
+        "model.safetensors",
+    }
+    for words in ("accepted length, greedy", "linears of the layers", f"package: {folder}"):
+        assert words in out
+    assert read_config(folder).profile == profile
+
+
+def test_the_default_is_int8_and_loads(export: Run, run_folder: Path, tmp_path: Path) -> None:
+    from deepspec.config.resolve import load_config
+
+    code, _, err = export(f"export.out={tmp_path / 'mine'}")
+    assert code == 0, err
+    assert read_config(tmp_path / "mine").profile == "fp16_int8"
+    load_package(tmp_path / "mine", load_target(load_config(run_folder).target))
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "words"),
+    [
+        ("export.max_length_change=-2", 2, "export.max_length_change"),
+        ("export.profile=int3", 2, "export.profile"),
+        ("source=elsewhere", 2, "source: this version reads its own run folders only"),
+        ("data.test=null", 2, "data.test"),
+        ("export.out=.", 2, "export.out"),
+        ("run=nowhere", 2, "nowhere"),
+    ],
+)
+def test_a_mistake_has_one_message_and_leaves_nothing(
+    export: Run, tmp_path: Path, argument: str, code: int, words: str
+) -> None:
+    given, _, err = export(f"export.out={tmp_path / 'p'}", argument)
+    assert given == code, err
+    assert words in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_package_that_strays_ends_with_1_and_leaves_nothing(
+    export: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(verify.MEAN_TV_LIMIT, "fp16_int8", 0.0)
+    code, _, err = export(f"export.out={tmp_path / 'p'}")
+    assert code == 1
+    assert "error: the package was not written" in err
+    assert "export.force=true" in err
+    assert list(tmp_path.iterdir()) == []
+    code, _, err = export(f"export.out={tmp_path / 'p'}", "export.force=true")
+    assert code == 0, err
+    assert "Written by force" in (tmp_path / "p" / "card.md").read_text()
