@@ -65,7 +65,10 @@ class GenerateConfig:
 
     max_new_tokens: int = key("Longest answer in tokens", 160)
     temperature: float = key("0 is greedy", 0.0)
-    batch_size: int = key("Prompts answered side by side", 48)
+    max_repeats: int | None = key(
+        "An answer is cut (finish_reason length) when it says the same 8 tokens this often; null never", None
+    )
+    batch_size: int = key("Prompts answered side by side", 64)
     seed: int = key("Seed of the sampled answers; each answer depends on it and on the prompt's id only", 0)
 
 

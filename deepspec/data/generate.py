@@ -11,7 +11,7 @@ different size may round differently in the last bit, which can flip a greedy ch
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from deepspec.config.schema import GenerateConfig
     from deepspec.targets.target import Target
 
+PHRASE = 8  # tokens; an answer that says the same ones over and over teaches a drafter nothing
 SHIFT_COLUMNS = 128  # unused columns on the left that are worth moving the cache for
 
 
@@ -47,6 +48,16 @@ class _Row:
     generator: torch.Generator
     start: int = 0  # column of the cache that holds the row's first token
     tokens: list[int] = field(default_factory=list)
+    said: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    repeats: int = 0  # how often the row has said its most frequent PHRASE tokens in a row
+
+    def say(self, token: int) -> None:
+        """Append a token."""
+        self.tokens.append(token)
+        if len(self.tokens) >= PHRASE:
+            phrase = tuple(self.tokens[-PHRASE:])
+            self.said[phrase] += 1
+            self.repeats = max(self.repeats, self.said[phrase])
 
 
 def answer_prompts(
@@ -109,7 +120,7 @@ class _Batch:
             name, ids = self.waiting.popleft()
             row = _Row(name, _generator(self.config.seed, name), start=self.edge - len(ids))
             hidden = self._forward(ids[self.shared :])
-            row.tokens.append(self._choose(self.target.head.logits(hidden[:, -1]), [row])[0])
+            row.say(self._choose(self.target.head.logits(hidden[:, -1]), [row])[0])
             if not self._finished(row):
                 self._place(row, slot, capacity)
                 self.scratch.crop_to(self.shared)
@@ -148,13 +159,15 @@ class _Batch:
         self.edge += 1
         chosen = self._choose(self.target.head.logits(hidden[:, -1]), self.rows)
         for row, token in zip(self.rows, chosen, strict=True):
-            row.tokens.append(token)
+            row.say(token)
 
     def _choose(self, logits: Tensor, rows: Sequence[_Row]) -> list[int]:
         return choose_tokens(logits, [row.generator for row in rows], self.config.temperature)
 
     def _finished(self, row: _Row) -> bool:
-        return row.tokens[-1] in self.stop_ids or len(row.tokens) >= self.config.max_new_tokens
+        config = self.config
+        looping = config.max_repeats is not None and row.repeats >= config.max_repeats
+        return row.tokens[-1] in self.stop_ids or len(row.tokens) >= config.max_new_tokens or looping
 
     def _answer(self, row: _Row) -> Answer:
         stopped = row.tokens[-1] in self.stop_ids

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +68,18 @@ def test_cut_answer_gets_no_end_of_turn(target: Target) -> None:
 
 def by_id(answers: list[Answer]) -> dict[str, Answer]:
     return {answer.id: answer for answer in answers}
+
+
+def test_an_answer_that_repeats_itself_is_cut(target: Target) -> None:
+    asked = prompts(4)
+    whole = {a.id: a.tokens for a in answer_prompts(target, asked, settings(batch=4, new=120), ())}
+    cut = {a.id: a for a in answer_prompts(target, asked, replace(settings(batch=4, new=120), max_repeats=3), ())}
+    for name, answer in cut.items():
+        phrases = Counter(answer.tokens[i : i + 8] for i in range(len(answer.tokens) - 7))
+        assert answer.finish_reason == "length"
+        assert answer.tokens == whole[name][: len(answer.tokens)]
+        assert max(phrases.values()) == 3 or len(answer.tokens) == 120
+    assert any(len(answer.tokens) < 120 for answer in cut.values())
 
 
 def test_sampled_answers_depend_on_seed_and_id_only(target: Target) -> None:
