@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 MEAN_TV_LIMIT: dict[Profile, float] = {"bf16": 0.02, "fp16": 0.005, "fp16_int8": 0.03}
 """Largest mean total variation that is let through. A quickstart drafter (120 steps, 959 slots) shows 0.0147 in
-fp16_int8; one copied from the target's layers and not trained at all shows 0.017, 0.0014 and 0.068, and its INT8 package
-is refused. Weights are compared one by one besides."""
+fp16_int8. One copied from the target's layers and not trained at all shows 0.017, 0.0014 and 0.068: its INT8 package is
+refused. Weights are compared one by one besides."""
 
 ANCHORS_PER_SAMPLE = 8
 MAX_SAMPLE_TOKENS = 512
