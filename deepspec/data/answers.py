@@ -70,10 +70,20 @@ def answer_file(
 
 def _answered(conversation: Conversation, answer: Answer, tokenizer: Any) -> tuple[Conversation, bool]:
     """Return the conversation with its answer, and whether the answer's text gives the same tokens again."""
-    text = tokenizer.decode(list(answer.tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    again = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    tokens, text = _decode(answer, tokenizer)
+    again = tokenizer(text, add_special_tokens=False)["input_ids"]
     messages = (*conversation.messages, ("assistant", text))
-    return replace(conversation, messages=messages, finish_reason=answer.finish_reason), again == answer.tokens
+    return replace(conversation, messages=messages, finish_reason=answer.finish_reason), again == tokens
+
+
+def _decode(answer: Answer, tokenizer: Any) -> tuple[list[int], str]:
+    """Return the tokens and the text of an answer; a cut inside a character takes the character's first bytes away."""
+    tokens = list(answer.tokens)
+    while True:
+        text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if answer.finish_reason != "length" or not text.endswith("\ufffd"):
+            return tokens, text
+        tokens.pop()
 
 
 def _settings(target: Target, config: GenerateConfig) -> dict[str, Any]:

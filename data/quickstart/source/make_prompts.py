@@ -1,7 +1,9 @@
-"""Write prompts.jsonl, the single-turn prompt set used to train and test small drafters.
+"""Write train.jsonl, validation.jsonl and test.jsonl, the single-turn prompts that train and test small drafters.
 
 The material lies in families/chat.txt, families/code.txt and families/math.txt. A family is one
-template and the contents of its slots. The format of those files, line by line:
+template and the contents of its slots. Prompts that stand alone, each a family of its own, lie in
+families/single_prompts.txt, one a paragraph under the heading `# domain`. The format of the others, line
+by line:
 
     % text               a comment
     # name               starts a family; lists before the first family serve every family of the file
@@ -17,7 +19,7 @@ template and the contents of its slots. The format of those files, line by line:
 Everything is drawn from generators seeded by the family's name, so the output never changes while the
 material stays the same, and a change to one family leaves the others alone.
 
-Usage: python3 make_prompts.py [--out prompts.jsonl]
+Usage: python3 make_prompts.py [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -35,26 +37,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 DOMAINS = ("chat", "code", "math")
 
-# Families held out from training. Every other family is in the split `train`.
-SPLITS: dict[str, dict[str, tuple[str, ...]]] = {
-    "chat": {
-        "test": ("two-sayings", "lost-item-notice", "club-summary", "animal-dialogue", "habit-advice"),
-        "validation": ("museum-label", "first-day", "tone-swap", "invention-why"),
-    },
-    "code": {
-        "test": ("js-button-page", "fix-wrong-loop", "sql-group-report", "read-recursion", "csv-column"),
-        "validation": ("type-hints", "bash-backup", "explain-exception-text", "js-date-helper"),
-    },
-    "math": {
-        "test": ("garden-fence", "ticket-mix", "check-percent-claim", "recipe-scale", "explain-idea"),
-        "validation": ("two-step-equation", "clock-shift", "marble-bag", "map-scale"),
-    },
+# Families whose prompts are for validation. The single prompts are the test split; all others are for training.
+VALIDATION: dict[str, tuple[str, ...]] = {
+    "chat": ("museum-label", "first-day", "tone-swap", "invention-why"),
+    "code": ("type-hints", "bash-backup", "explain-exception-text", "js-date-helper"),
+    "math": ("two-step-equation", "clock-shift", "marble-bag", "map-scale"),
 }
 
-TRAIN_LIMIT = 20  # prompts a family, at most
-HELD_OUT_LIMIT = 12
+TRAIN_LIMIT = 10  # prompts a family, at most
+VALIDATION_LIMIT = 10
 FAMILY_MINIMUM = 8
-DOMAIN_MINIMUM = 1400
+DOMAIN_MINIMUM = 750
 OPENING_LIMIT = 20  # prompts that may share their first five words
 WORDS = (8, 90)  # the shortest and the longest prompt, in words
 SIMILARITY_LIMIT = 0.7  # between prompts of different families
@@ -92,12 +85,11 @@ class Prompt:
     text: str
 
     def to_json(self) -> str:
-        """Return the line of prompts.jsonl."""
+        """Return the prompt's line."""
         record = {
             "id": f"{self.domain}/{self.family}/{self.number:04d}",
             "messages": [{"role": "user", "content": self.text}],
             "source": self.domain,
-            "split": self.split,
         }
         return json.dumps(record, ensure_ascii=False)
 
@@ -224,12 +216,18 @@ def expand(family: Family, limit: int) -> list[str]:
     return list(texts)
 
 
-def split_of(domain: str, family: str) -> str:
-    """Return the split a family belongs to."""
-    for split, names in SPLITS[domain].items():
-        if family in names:
-            return split
-    return "train"
+def read_single_prompts(path: Path) -> list[Prompt]:
+    """Read the prompts that stand alone."""
+    prompts: list[Prompt] = []
+    domain = ""
+    text = re.sub(r"^% .*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for paragraph in re.split(r"\n{2,}", text.strip()):
+        if paragraph.startswith("# "):
+            domain = paragraph[2:]
+            continue
+        number = sum(prompt.domain == domain for prompt in prompts)
+        prompts.append(Prompt(domain, f"single-{number:02d}", 0, "test", paragraph))
+    return prompts
 
 
 def build() -> list[Prompt]:
@@ -240,15 +238,14 @@ def build() -> list[Prompt]:
         names = [family.name for family in families]
         if len(set(names)) != len(names):
             raise ValueError(f"{domain}: two families share a name")
-        held_out = {name for group in SPLITS[domain].values() for name in group}
-        if missing := held_out.difference(names):
-            raise ValueError(f"{domain}: SPLITS names unknown families {sorted(missing)}")
+        if missing := set(VALIDATION[domain]).difference(names):
+            raise ValueError(f"{domain}: VALIDATION names unknown families {sorted(missing)}")
         for family in families:
-            split = split_of(domain, family.name)
-            limit = TRAIN_LIMIT if split == "train" else HELD_OUT_LIMIT
+            split = "validation" if family.name in VALIDATION[domain] else "train"
+            limit = TRAIN_LIMIT if split == "train" else VALIDATION_LIMIT
             for number, text in enumerate(expand(family, limit)):
                 prompts.append(Prompt(domain, family.name, number, split, text))
-    return prompts
+    return prompts + read_single_prompts(HERE / "families" / "single_prompts.txt")
 
 
 def opening(text: str) -> str:
@@ -349,12 +346,16 @@ def report(prompts: list[Prompt]) -> None:
 def main() -> None:
     """Build, check and write the prompts."""
     parser = argparse.ArgumentParser(description="Write the prompt set.")
-    parser.add_argument("--out", type=Path, default=HERE / "prompts.jsonl")
+    parser.add_argument("--out", type=Path, default=HERE / "prompts")
     out = parser.parse_args().out
     prompts = build()
     text, count = check_form(prompts)
     highest = check_similarity(prompts)
-    out.write_text("".join(prompt.to_json() + "\n" for prompt in prompts), encoding="utf-8")
+    random.Random("order").shuffle(prompts)
+    out.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "validation", "test"):
+        lines = (prompt.to_json() + "\n" for prompt in prompts if prompt.split == split)
+        (out / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
     report(prompts)
     print(f"most frequent five-word opening: {text!r}, {count} prompts")
     for title, (similarity, names) in highest.items():

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from deepspec.config.schema import GenerateConfig
 from deepspec.contracts import Conversation
@@ -114,3 +116,18 @@ def test_text_that_gives_other_tokens_is_counted(target: Target, renderer: ChatR
     assert not same
     answer_file(target, renderer, [], SETTINGS, out)
     assert json.dumps(out.read_text()) == '""'
+
+
+def test_an_answer_is_never_cut_inside_a_character() -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    whole = tuple(tokenizer("ok \N{GRINNING FACE}")["input_ids"])
+    for cut in (1, 2, 3):
+        conversation, same = answers._answered(questions(1)[0], Answer("q0", whole[:-cut], "length"), tokenizer)
+        assert same
+        assert conversation.messages[-1] == ("assistant", "ok ")
+    conversation, same = answers._answered(questions(1)[0], Answer("q0", whole, "length"), tokenizer)
+    assert same
+    assert conversation.messages[-1] == ("assistant", "ok \N{GRINNING FACE}")
