@@ -68,20 +68,31 @@ class ContextAttention(nn.Module):
         backend: AttentionBackend,
     ) -> Tensor:
         """Return the attention's output [B, n, D]."""
+        return self.o_proj(self.mix(x, context, rotation, context_rotation, mask, backend))
+
+    def mix(
+        self,
+        x: Tensor,
+        context: Tensor,
+        rotation: Rotation,
+        context_rotation: Rotation,
+        mask: Tensor | None,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """Return what the heads bring, [B, n, H*Dh]."""
         joint = torch.cat((context, x), dim=1)
         both = (
             torch.cat((context_rotation[0], rotation[0]), dim=-2),
             torch.cat((context_rotation[1], rotation[1]), dim=-2),
         )
         keys, values = self.keys_values(joint, both)
-        return self.output(self.queries(x, rotation), keys, values, mask, backend)
+        return attend(self.queries(x, rotation), keys, values, mask, backend=backend).transpose(1, 2).flatten(2)
 
     def output(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, backend: AttentionBackend
     ) -> Tensor:
         """Attend and project back to [B, n, D]."""
-        out = attend(queries, keys, values, mask, backend=backend)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(attend(queries, keys, values, mask, backend=backend).transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):

@@ -35,10 +35,13 @@ INTERLEAVED_ROPE = ("cohere", "cohere2")  # these turn channels (2i, 2i+1) toget
 
 
 @torch.no_grad()
-def initialise_from(drafter: DSparkDrafter, target_model: nn.Module) -> list[str]:
-    """Copy what fits from the target's own layers; return a line for each part that was taken or left."""
+def initialise_from(drafter: DSparkDrafter, target_model: nn.Module, *, first: int = 0) -> list[str]:
+    """Copy what fits from the target's own layers; return a line for each part that was taken or left.
+
+    The drafter's layers before ``first`` stay as they are.
+    """
     stack, parent = decoder_stack(target_model)
-    layers = drafter.decoder_layers
+    layers = drafter.decoder_layers[first:]
     if stack is None or len(stack) < len(layers):
         return ["the target shows no stack of decoder layers that is deep enough: every weight stays random"]
     sources = list(stack)[-len(layers) :]
@@ -48,7 +51,7 @@ def initialise_from(drafter: DSparkDrafter, target_model: nn.Module) -> list[str
     lines = []
     for index, (layer, source) in enumerate(zip(layers, sources, strict=True)):
         taken = _copy_layer(layer, source, shared, states.get(index), interleaved=interleaved)
-        lines.append(f"layers.{index} from the target's layer {len(stack) - len(layers) + index}: {', '.join(taken)}")
+        lines.append(f"layers.{first + index} from the target's layer {len(stack) - len(layers) + index}: {', '.join(taken)}")
     drafter.hidden_norm.weight.copy_(shared)
     lines.append(_copy_final_norm(drafter, parent))
     lines.append(_pass_last_tap_on(drafter))

@@ -7,7 +7,7 @@ is bidirectional. Tensor names are the published ones, which serving stacks load
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -29,8 +29,19 @@ if TYPE_CHECKING:
     from deepspec.drafters.dspark.config import DSparkConfig
     from deepspec.drafters.dspark.propose import DecodingState
     from deepspec.nn.attention import AttentionBackend
+    from deepspec.nn.block import Rotation
 
 INITIAL_STD = 0.02
+
+
+class BlockArguments(NamedTuple):
+    """What a layer reads, apart from its weights."""
+
+    x: Tensor  # [B, A*K, D] the states of the slots
+    context: Tensor  # [B, T, D]
+    rotation: Rotation  # of the slots
+    context_rotation: Rotation
+    mask: Tensor | None  # [B, 1, A*K, T + A*K]
 
 
 class DSparkDrafter(Drafter):
@@ -102,18 +113,25 @@ class DSparkDrafter(Drafter):
         ids = torch.stack((anchors, *[mask] * (self.conventions.gamma - 1)), dim=-1)
         return self.head.embed(ids).to(self.norm.weight.dtype)
 
+    def block_arguments(self, batch: Batch, hidden: Tensor) -> BlockArguments:
+        """Return what the first layer reads, the blocks of all anchors side by side."""
+        gamma = self.conventions.gamma
+        x = self.block_inputs(batch.input_ids.gather(1, batch.anchor_indices)).flatten(1, 2)
+        slots = block_positions(batch, gamma).flatten(1)[:, None]  # [B, 1, A*K]
+        return BlockArguments(
+            x=x,
+            context=self.context(hidden),
+            rotation=self.rope(slots, x.dtype),
+            context_rotation=self.rope(batch.position_ids[:, None], x.dtype),
+            mask=block_mask(batch, gamma, self.conventions.sliding_window),
+        )
+
     def block_states(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Run the blocks of all anchors side by side; return final-normed states [B, A, K, D]."""
-        gamma = self.conventions.gamma
-        x = self.block_inputs(batch.input_ids.gather(1, batch.anchor_indices)).flatten(1, 2)  # [B, A*K, D]
-        context = self.context(hidden)  # [B, T, D]
-        slots = block_positions(batch, gamma).flatten(1)[:, None]  # [B, 1, A*K]
-        rotation = self.rope(slots, x.dtype)
-        context_rotation = self.rope(batch.position_ids[:, None], x.dtype)
-        mask = block_mask(batch, gamma, self.conventions.sliding_window)
+        x, *others = self.block_arguments(batch, hidden)
         for layer in self.layers:
-            x = layer(x, context, rotation, context_rotation, mask, self.attention_backend)
-        return self.norm(x).unflatten(1, (-1, gamma))
+            x = layer(x, *others, self.attention_backend)
+        return self.norm(x).unflatten(1, (-1, self.conventions.gamma))
 
     def start(self, max_length: int) -> DecodingState:
         """Return an empty decoding state for one sequence of at most ``max_length`` positions."""

@@ -77,6 +77,11 @@ def score(drafter: DSparkDrafter, batch: Batch, features: Features, hidden: Tens
     return LossOutput(sums=sums, metrics=metrics)
 
 
+def supervised_rows(config: DSparkConfig, batch: Batch) -> Rows:
+    """Return the slots of ``batch`` that count."""
+    return _rows(config, batch, slot_mask(batch, config.gamma))
+
+
 def _rows(config: DSparkConfig, batch: Batch, mask: Tensor) -> Rows:
     """Pick the slots that count; the others cost nothing. (One host sync a micro-batch: the number of rows.)"""
     width, gamma = batch.input_ids.shape[1], mask.shape[2]
