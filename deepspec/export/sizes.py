@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINEARS = "linears of the layers"
-PARTS = {"norms": "norm", "fusion (fc)": "fc.", "Markov head": "markov_head.", "confidence head": "confidence_head."}
+PARTS = {"norms": "norm", "fusion (fc)": "fc.", "Markov head": "markov_head.", "confidence head": "confidence_head.", "draft vocabulary": "d2t"}
 """What the names of a part's tensors contain; ``LINEARS`` are the matrices of the layers."""
 OTHER = "other"
 
@@ -24,7 +24,7 @@ class PartSize:
 
     part: str
     parameters: int
-    before: int  # as 16-bit floats
+    before: int  # as 16-bit floats; integers as they are
     after: int  # in the package, scales included
 
 
@@ -36,13 +36,13 @@ def part_of(name: str, ndim: int) -> str:
 
 
 def part_sizes(weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> list[PartSize]:
-    """Return the size of every part: ``weights`` as 16-bit floats against ``packed`` as it is stored."""
+    """Return the size of every part: ``weights`` as 16-bit floats (integers as they are) against ``packed`` as stored."""
     sizes: dict[str, list[int]] = {}
     for name, tensor in weights.items():
         stored = [packed[n] for n in (name, f"{name}_scale") if n in packed]
         row = sizes.setdefault(part_of(name, tensor.ndim), [0, 0, 0])
         row[0] += tensor.numel()
-        row[1] += tensor.numel() * torch.float16.itemsize
+        row[1] += tensor.numel() * (torch.float16.itemsize if tensor.is_floating_point() else tensor.itemsize)
         row[2] += sum(t.numel() * t.element_size() for t in stored)
     order = [LINEARS, *PARTS, OTHER]
     return [PartSize(part, *sizes[part]) for part in order if part in sizes]
