@@ -22,9 +22,10 @@ the same target, prompts and tokens. The accepted length is pooled over rounds; 
 left out. The total variation between the two drafters' distributions bounds the change of a slot's acceptance.
 """
 REDUCED_NOTE = """
-The draft vocabulary is reduced: the drafter proposes only the tokens that the tensor `d2t` names (target id = draft id +
-d2t[draft id]); the target may still answer any token. Other software: vLLM needs, beside `d2t`, a tensor
-`lm_head.weight` of those rows of the target's head, which is not stored here; SGLang's DSpark has no reduced vocabulary.
+The draft vocabulary is reduced: the drafter proposes only the tokens that the tensor `d2t` names (target id =
+draft id + d2t[draft id]); the target may still answer any token. Other software: vLLM needs, beside `d2t`, a tensor
+`lm_head.weight` with those rows of the target's head, which is not stored here; SGLang's DSpark has no reduced
+vocabulary.
 """
 VERIFY_HEAD = ("", "trained drafter", "package", "change")
 

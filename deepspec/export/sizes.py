@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINEARS = "linears of the layers"
-PARTS = {"norms": "norm", "fusion (fc)": "fc.", "Markov head": "markov_head.", "confidence head": "confidence_head.", "draft vocabulary": "d2t"}
+PARTS = {
+    "norms": "norm",
+    "fusion (fc)": "fc.",
+    "Markov head": "markov_head.",
+    "confidence head": "confidence_head.",
+    "draft vocabulary": "d2t",
+}
 """What the names of a part's tensors contain; ``LINEARS`` are the matrices of the layers."""
 OTHER = "other"
 
@@ -36,7 +42,7 @@ def part_of(name: str, ndim: int) -> str:
 
 
 def part_sizes(weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> list[PartSize]:
-    """Return the size of every part: ``weights`` as 16-bit floats (integers as they are) against ``packed`` as stored."""
+    """Return the size of every part: ``weights`` as 16-bit floats against ``packed`` as it is stored."""
     sizes: dict[str, list[int]] = {}
     for name, tensor in weights.items():
         stored = [packed[n] for n in (name, f"{name}_scale") if n in packed]

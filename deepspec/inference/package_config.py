@@ -46,8 +46,9 @@ MEANINGS = {
     "positions": "every token keeps its own position in the sequence; context keys are turned at their own positions",
     "sliding_window": "null sees the whole context; w: a query at position p sees context positions >= p-(w-1) and the "
     "whole of its block",
-    "draft_vocab_size": "tokens that can be proposed. Fewer than vocab_size: tensor d2t (int64) holds offsets, target id = "
-    "draft id + d2t[draft id]; markov_w2 and the head have a row for each draft id, all other token ids are the target's",
+    "draft_vocab_size": "tokens that can be proposed. Where they are fewer than vocab_size, the tensor d2t (int64) holds "
+    "offsets: target id = draft id + d2t[draft id]; markov_w2 has a row for each draft id, and all other token ids are "
+    "the target's",
     "embeddings": "embedding and head are the target's own, with its scales and soft-cap; they are not stored here",
 }
 
@@ -224,7 +225,9 @@ def _target_problems(config: PackageConfig) -> list[str]:
     drafted = config.drafter.get(DRAFT_SIZE) or config.vocab_size
     problems = []
     if config.draft_vocab_size != drafted:
-        problems.append(f"draft_vocab_size={config.draft_vocab_size} contradicts the drafter section, which has {drafted}")
+        problems.append(
+            f"draft_vocab_size={config.draft_vocab_size} contradicts the drafter section, which has {drafted}"
+        )
     return problems + [
         f"{name}={getattr(config, name)!r} contradicts target.{name}={getattr(config.target, name)!r}"
         for name in ("vocab_size", "hidden_size", "max_position_embeddings", "rope_parameters")
