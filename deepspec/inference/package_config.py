@@ -31,8 +31,7 @@ HEADER_KEY = "deepspec_config"
 """Key of the copy of ``config.json`` in the header of the weights: neither can be changed without the other."""
 DRAFT_SIZE = "draft_vocab_size"
 """Key of a drafter's configuration for a reduced vocabulary; null, or no such key, is the target's whole one."""
-OFFSETS = "d2t"
-"""Tensor of a reduced vocabulary."""
+OFFSETS = "d2t"  # the tensor of a reduced vocabulary
 MAX_CONFIG_BYTES = 1 << 20
 
 MEANINGS = {
@@ -46,7 +45,7 @@ MEANINGS = {
     "positions": "every token keeps its own position in the sequence; context keys are turned at their own positions",
     "sliding_window": "null sees the whole context; w: a query at position p sees context positions >= p-(w-1) and the "
     "whole of its block",
-    "draft_vocab_size": "tokens that can be proposed. Where they are fewer than vocab_size, the tensor d2t (int64) holds "
+    "draft_vocab_size": "tokens that can be proposed. Where they are fewer than vocab_size, tensor d2t (int64) holds "
     "offsets: target id = draft id + d2t[draft id]; markov_w2 has a row for each draft id, and all other token ids are "
     "the target's",
     "embeddings": "embedding and head are the target's own, with its scales and soft-cap; they are not stored here",
