@@ -5,6 +5,7 @@ Letters used in every shape comment of the code base:
     B  batch rows            T  tokens of a row          C  captured target layers
     D  hidden width          A  anchors of a row         K  drafted positions of a block (gamma)
     V  vocabulary            R  rows of a loss call      Dh width of one attention head
+    Vd tokens that a drafter can propose, V unless its vocabulary is reduced
 
 Positions. An anchor sits at position ``a`` on a known token. Its block drafts the K tokens at positions
 ``a+1 .. a+K``; the context it may read are the target's features of positions ``< a``.
@@ -107,8 +108,11 @@ class LossOutput(NamedTuple):
 class TokenSampler(Protocol):
     """Turns logits into a token and the very probabilities that the acceptance rule will use."""
 
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Map ``logits`` [V] to (token: 0-d int64, probabilities: [V] fp32)."""
+    def __call__(self, logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map ``logits`` [V] to (token: 0-d int64, probabilities: [V] fp32).
+
+        With ``ids`` [Vd] both are about these tokens alone: [Vd] logits give a token out of ``ids``, and [Vd].
+        """
         ...
 
 

@@ -9,7 +9,10 @@ from deepspec.config.cli import hydra_command
 
 if TYPE_CHECKING:
     from deepspec.config.schema import RunConfig
+    from deepspec.contracts import TargetInfo
+    from deepspec.drafters.base import Drafter
     from deepspec.engine.distributed import Ranks
+    from deepspec.engine.inputs import Inputs
 
 
 @hydra_command("config")
@@ -49,16 +52,31 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     drafter.bind(target.head)
     if getattr(cfg.drafter, "init", "random") == "target":
         drafter.initialise_from(target.model)
+    inputs = read_inputs(cfg, target, ranks)
+    choose_vocabulary(cfg, drafter, target.info, inputs)
     build_trainer(
         cfg,
         run=run,
         ranks=ranks,
         drafter=drafter,
         info=target.info,
-        inputs=read_inputs(cfg, target, ranks),
+        inputs=inputs,
         features=OnlineFeatures(target, taps),
         plain_config=to_plain(cfg),
     ).run()
+
+
+def choose_vocabulary(cfg: RunConfig, drafter: Drafter, info: TargetInfo, inputs: Inputs) -> None:
+    """Choose the tokens of a reduced draft vocabulary, the same on every rank; a checkpoint's take their place."""
+    from deepspec.data.vocabulary import choose_tokens
+    from deepspec.log import get_logger
+
+    size = getattr(cfg.drafter, "draft_vocab_size", None)
+    if size is None:
+        return
+    chosen = choose_tokens(inputs.samples, size, info.vocab_size, always=info.eos_token_ids)
+    drafter.set_vocabulary(chosen.ids)
+    get_logger(__name__).info("%s", chosen.line(info.vocab_size))
 
 
 if __name__ == "__main__":

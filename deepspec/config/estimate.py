@@ -131,7 +131,7 @@ def _memory(run: RunConfig, shape: TargetShape, drafter: int, taps: int, tokens:
         "drafter, fp32 masters and Adam moments": drafter * (8 if width == 4 else 12) / (ranks if stage >= 1 else 1),
         "features of a micro-batch": batch * length * d * (taps + 1) * width,
         "drafter, activations (estimate)": rows * d * width * ACTIVATIONS_PER_LAYER * layers,
-        "loss, logits of a chunk (estimate)": min(rows, LOSS_ROWS) * shape.vocab_size * 4 * 3,
+        "loss, logits of a chunk (estimate)": min(rows, LOSS_ROWS) * _loss_elements(run, shape) * 4,
     }
 
 
@@ -158,9 +158,20 @@ def _disk(run: RunConfig, shape: TargetShape, drafter: int, tokens: int) -> dict
 def _work(run: RunConfig, shape: TargetShape, drafter: int, tokens: int) -> dict[str, float]:
     """Return the FLOP of one sample: 2 a weight forward, 4 backward; the frozen head has no weight gradient."""
     rows = min(run.data.anchors_per_sample, tokens) * run.drafter.gamma
-    head = shape.vocab_size * shape.hidden_size
+    logits = (shape.vocab_size + 2 * _draft_vocab(run, shape)) * shape.hidden_size
     return {
         "target": 2.0 * shape.active_parameters * tokens,
         "drafter": 6.0 * drafter * rows,
-        "loss": 2.0 * head * rows * 3,  # drafted and target logits forward, one product backward
+        "loss": 2.0 * logits * rows,  # target and drafted logits forward, one product backward
     }
+
+
+def _draft_vocab(run: RunConfig, shape: TargetShape) -> int:
+    """Return Vd, the tokens that the drafter can propose."""
+    return getattr(run.drafter, "draft_vocab_size", None) or shape.vocab_size
+
+
+def _loss_elements(run: RunConfig, shape: TargetShape) -> int:
+    """Return the elements of the loss's buffers for one row: three of Vd, and two of V if that is more."""
+    drafted = _draft_vocab(run, shape)
+    return 3 * drafted + (2 * shape.vocab_size if drafted < shape.vocab_size else 0)

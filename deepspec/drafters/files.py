@@ -1,8 +1,8 @@
 """The pair of files that holds a trained drafter: ``drafter.safetensors`` and ``drafter.json``.
 
-The tensors are the fp32 master weights under the drafter's published names. The JSON says everything that is needed to
-read them: the drafter's configuration, the target's plain values and the block conventions. Nothing is guessed when a
-field is missing; the file is refused.
+The tensors are the fp32 master weights under the drafter's published names, and ``d2t`` (int64) for a reduced draft
+vocabulary. The JSON says everything that is needed to read them: the drafter's configuration, the target's plain values
+and the block conventions. Nothing is guessed when a field is missing; the file is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def save_drafter(
 ) -> None:
     """Write the pair of files into ``folder``; ``tensors`` stands in for the drafter's own when they are sharded."""
     chosen = drafter.state_dict() if tensors is None else tensors
-    whole = {name: value.detach().to("cpu", torch.float32).contiguous() for name, value in chosen.items()}
+    whole = {name: value.detach().to("cpu", saved_dtype(value)).contiguous() for name, value in chosen.items()}
     save_file(whole, folder / TENSORS, metadata={"format": "pt"})
     description = {
         "format": FORMAT,
@@ -56,6 +56,11 @@ def save_drafter(
         "conventions": asdict(drafter.conventions),
     }
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+
+def saved_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type that a tensor is saved in: fp32, integers as they are."""
+    return torch.float32 if tensor.is_floating_point() else tensor.dtype
 
 
 def load_drafter(folder: Path) -> Drafter:

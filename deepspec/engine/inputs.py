@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Training batches from any step on, and the validation batches of one pass."""
+    """Training batches from any step on, the samples they are made of, and the validation batches of one pass."""
 
     batches: Callable[[int], Iterable[tuple[int, Sequence[Batch]]]]
     total_steps: int
     steps_per_epoch: int
+    samples: SampleSet
     validation: Callable[[], Iterable[Batch]] | None = None
 
 
@@ -61,4 +62,4 @@ def read_inputs(cfg: RunConfig, target: Target, ranks: Ranks) -> Inputs:
         held_out = samples(cfg.data.validation)
         parts = validation_batches(held_out.lengths, micro_batch_size=micro, world_size=world, rank=ranks.rank)
         validation = partial(map, maker(held_out), parts)
-    return Inputs(lambda start: batches(start=start), steps, plan.num_steps(1), validation)
+    return Inputs(lambda start: batches(start=start), steps, plan.num_steps(1), train, validation)

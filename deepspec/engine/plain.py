@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspec.checkpoint.state import TrainState
+from deepspec.drafters.files import saved_dtype
 from deepspec.engine.base import DTYPES, LossModule
 from deepspec.engine.optim import checked_moments, make_optimizers, moment_keys, set_lr
 from deepspec.engine.update import LossScaler, Update, gradient_of
@@ -80,7 +81,7 @@ class PlainEngine:
                 steps.append(int(state.get("step", 0)))
         return TrainState(
             parameters={
-                n: p.detach().to("cpu", torch.float32, copy=True) for n, p in self._drafter.state_dict().items()
+                n: p.detach().to("cpu", saved_dtype(p), copy=True) for n, p in self._drafter.state_dict().items()
             },
             moments=moments,
             optimizer_step=max(steps),

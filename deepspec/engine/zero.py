@@ -193,8 +193,7 @@ class ZeroEngine:
     def import_state(self, state: TrainState) -> None:
         """Take over a state that any engine exported."""
         self._set_parameters({name: state.parameters[name] for name in self._named})
-        for name, buffer in self._buffers().items():
-            buffer.copy_(state.parameters[name])
+        self._drafter.load_state_dict({name: state.parameters[name] for name in self._buffers()}, strict=False)
         if state.moments:
             for entry in self._inner.state.values():
                 entry["step"].fill_(state.optimizer_step)

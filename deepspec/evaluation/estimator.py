@@ -29,8 +29,8 @@ class ForcedSampler:
         self._text = iter(text)
         self._temperature = temperature
 
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Map ``logits`` [V] to (the text's next token, probabilities [V] fp32)."""
+    def __call__(self, logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Map ``logits`` [V] to (the text's next token, probabilities [V] fp32); [Vd] for the tokens ``ids`` [Vd]."""
         token = torch.tensor(next(self._text), device=logits.device)
         return token, torch.softmax(logits.float() / self._temperature, dim=-1)
 

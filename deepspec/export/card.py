@@ -21,6 +21,12 @@ VERIFICATION_NOTE = """Both drafters, the trained one in fp32 and this package a
 the same target, prompts and tokens. The accepted length is pooled over rounds; rounds cut by the end of the text are
 left out. The total variation between the two drafters' distributions bounds the change of a slot's acceptance.
 """
+REDUCED_NOTE = """
+The draft vocabulary is reduced: the drafter proposes only the tokens that the tensor `d2t` names (target id =
+draft id + d2t[draft id]); the target may still answer any token. Other software: vLLM needs, beside `d2t`, a tensor
+`lm_head.weight` with those rows of the target's head, which is not stored here; SGLang's DSpark has no reduced
+vocabulary.
+"""
 VERIFY_HEAD = ("", "trained drafter", "package", "change")
 
 
@@ -79,6 +85,7 @@ def _facts(config: PackageConfig, origin: Origin) -> str:
         "target layers": ", ".join(map(str, config.target_layer_ids)),
         "mask token": str(config.mask_token_id),
         "sliding window": window,
+        "draft vocabulary": f"{config.draft_vocab_size} of {config.vocab_size} tokens" if _is_reduced(config) else "",
         "DeepSpec": deepspec.__version__,
     }
     return _bullets([f"{key}: {value}" for key, value in facts.items() if value])
@@ -96,7 +103,11 @@ def _usage(config: PackageConfig, origin: Origin) -> str:
         f'    python -m deepspec.inference PACKAGE --target {target} --prompt "..."\n\n'
         "    from deepspec.inference.package import load_package\n"
         "    drafter = load_package(PACKAGE, target)  # a deepspec.targets Target\n"
-    )
+    ) + (REDUCED_NOTE if _is_reduced(config) else "")
+
+
+def _is_reduced(config: PackageConfig) -> bool:
+    return config.draft_vocab_size < config.vocab_size
 
 
 def _bullets(lines: Sequence[str]) -> str:

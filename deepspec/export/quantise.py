@@ -70,11 +70,16 @@ def layer_linears(drafter: nn.Module) -> tuple[str, ...]:
 
 
 def pack(weights: Mapping[str, Tensor], profile: Profile, int8: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Return the tensors of a package from fp32 weights; those named in ``int8`` get a partner ``X_scale``."""
+    """Return the tensors of a package from fp32 weights; those named in ``int8`` get a partner ``X_scale``.
+
+    Tensors of integers stay as they are.
+    """
     dtype = torch.bfloat16 if profile == "bf16" else torch.float16
     packed: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        if name in int8:
+        if not tensor.is_floating_point():
+            packed[name] = tensor
+        elif name in int8:
             check_finite(name, tensor)
             packed[name], packed[f"{name}_scale"] = quantise_rows(tensor)
         else:
@@ -89,6 +94,9 @@ def rounding_problems(
     eps = torch.finfo(torch.bfloat16 if profile == "bf16" else torch.float16).eps
     problems = []
     for name, trained in weights.items():
+        if not trained.is_floating_point():
+            problems += [] if restored[name].equal(trained) else [f"tensor {name} comes back changed from the package"]
+            continue
         size = trained.float().abs()
         step = size.amax(dim=1, keepdim=True) / MAX_INT8 if name in int8 else eps * size + FP16_STEP
         excess = (restored[name].float() - trained.float()).abs() - HALF * step

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINEARS = "linears of the layers"
-PARTS = {"norms": "norm", "fusion (fc)": "fc.", "Markov head": "markov_head.", "confidence head": "confidence_head."}
+PARTS = {
+    "norms": "norm",
+    "fusion (fc)": "fc.",
+    "Markov head": "markov_head.",
+    "confidence head": "confidence_head.",
+    "draft vocabulary": "d2t",
+}
 """What the names of a part's tensors contain; ``LINEARS`` are the matrices of the layers."""
 OTHER = "other"
 
@@ -24,7 +30,7 @@ class PartSize:
 
     part: str
     parameters: int
-    before: int  # as 16-bit floats
+    before: int  # as 16-bit floats; integers as they are
     after: int  # in the package, scales included
 
 
@@ -42,7 +48,7 @@ def part_sizes(weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> l
         stored = [packed[n] for n in (name, f"{name}_scale") if n in packed]
         row = sizes.setdefault(part_of(name, tensor.ndim), [0, 0, 0])
         row[0] += tensor.numel()
-        row[1] += tensor.numel() * torch.float16.itemsize
+        row[1] += tensor.numel() * (torch.float16.itemsize if tensor.is_floating_point() else tensor.itemsize)
         row[2] += sum(t.numel() * t.element_size() for t in stored)
     order = [LINEARS, *PARTS, OTHER]
     return [PartSize(part, *sizes[part]) for part in order if part in sizes]

@@ -26,6 +26,7 @@ from deepspec.inference.package_checks import (
     check_header,
     check_target,
     check_tensors,
+    check_vocabulary,
 )
 from deepspec.inference.package_config import CONFIG, WEIGHTS, PackageConfig, read_config
 from deepspec.nn.int8 import Int8Linear, dequantise, int8_kernel_pays
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 OWN_DRAFTER = re.compile(r"deepspec\.drafters\.[a-z0-9_]+\.config\.[A-Za-z0-9]+")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8"}
+HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I64": "int64"}
 
 
 def is_package(path: str | Path) -> bool:
@@ -79,6 +80,7 @@ def load_package(
     except (OSError, SafetensorError) as error:
         raise PackageError(f"{folder / WEIGHTS} cannot be read: {error}") from error
     _check_values(tensors)
+    check_vocabulary(config, tensors)
     drafter = build_drafter(config, drafter_config)
     _fill(drafter, config, tensors, dtype or _default_dtype(config, target.head), target.head.weight.device)
     drafter.bind(target.head)
@@ -123,7 +125,7 @@ def _fill(
     keep_int8 = int8_kernel_pays(device, dtype)
     state: dict[str, Tensor] = {}
     for name in (n for n in tensors if n.removesuffix("_scale") not in config.quantised):
-        state[name] = tensors[name].to(dtype)
+        state[name] = tensors[name].to(dtype) if tensors[name].is_floating_point() else tensors[name]
     for name in config.quantised:
         values, scale = tensors[name], tensors[f"{name}_scale"]
         if keep_int8:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from deepspec.errors import DeepSpecError, PackageError
-from deepspec.inference.package_config import CHECKSUMS, CONFIG, HEADER_KEY, WEIGHTS, PackageConfig, read_json, to_json
+from deepspec.inference.package_config import (
+    CHECKSUMS,
+    CONFIG,
+    HEADER_KEY,
+    OFFSETS,
+    WEIGHTS,
+    PackageConfig,
+    read_json,
+    to_json,
+)
+from deepspec.nn.vocabulary import id_problems, target_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -125,16 +135,26 @@ def check_tensors(config: PackageConfig, drafter_config: DrafterConfig, found: M
         raise PackageError("\n".join(f"{WEIGHTS}: {problem}" for problem in problems))
 
 
+def check_vocabulary(config: PackageConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a reduced vocabulary whose tokens are not the target's, or not in rising order."""
+    if OFFSETS in tensors:
+        problems = id_problems(target_ids(tensors[OFFSETS]), config.vocab_size)
+        if problems:
+            raise PackageError("\n".join(f"{WEIGHTS}: tensor {OFFSETS}: {problem}" for problem in problems))
+
+
 def expected_tensors(config: PackageConfig, drafter_config: DrafterConfig) -> dict[str, TensorKind]:
     """Return shape and type of every tensor that the package must hold, from its config alone."""
     with torch.device("meta"):
-        shapes = {n: tuple(t.shape) for n, t in build_drafter(config, drafter_config).state_dict().items()}
+        state = build_drafter(config, drafter_config).state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     unknown = [name for name in config.quantised if len(shapes.get(name, ())) != 2]
     if unknown:
         raise PackageError(f"{CONFIG}: quantisation.tensors names {', '.join(unknown)}, no matrix of this drafter")
     expected: dict[str, TensorKind] = {}
     for name, shape in shapes.items():
-        expected[name] = (shape, "int8" if name in config.quantised else config.dtype)
+        stored = config.dtype if state[name].is_floating_point() else _short(state[name].dtype)
+        expected[name] = (shape, "int8" if name in config.quantised else stored)
         if name in config.quantised:
             expected[f"{name}_scale"] = ((shape[0], 1), "float32")
     return expected
@@ -142,7 +162,11 @@ def expected_tensors(config: PackageConfig, drafter_config: DrafterConfig) -> di
 
 def found_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
     """Return shape and type of tensors in memory."""
-    return {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+    return {name: (tuple(t.shape), _short(t.dtype)) for name, t in tensors.items()}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def tensor_problems(expected: Mapping[str, TensorKind], found: Mapping[str, TensorKind]) -> list[str]:

@@ -29,6 +29,9 @@ CHECKSUMS = "checksums.json"
 CARD = "card.md"
 HEADER_KEY = "deepspec_config"
 """Key of the copy of ``config.json`` in the header of the weights: neither can be changed without the other."""
+DRAFT_SIZE = "draft_vocab_size"
+"""Key of a drafter's configuration for a reduced vocabulary; null, or no such key, is the target's whole one."""
+OFFSETS = "d2t"  # the tensor of a reduced vocabulary
 MAX_CONFIG_BYTES = 1 << 20
 
 MEANINGS = {
@@ -42,6 +45,9 @@ MEANINGS = {
     "positions": "every token keeps its own position in the sequence; context keys are turned at their own positions",
     "sliding_window": "null sees the whole context; w: a query at position p sees context positions >= p-(w-1) and the "
     "whole of its block",
+    "draft_vocab_size": "tokens that can be proposed. Where they are fewer than vocab_size, tensor d2t (int64) holds "
+    "offsets: target id = draft id + d2t[draft id]; markov_w2 has a row for each draft id, and all other token ids are "
+    "the target's",
     "embeddings": "embedding and head are the target's own, with its scales and soft-cap; they are not stored here",
 }
 
@@ -80,6 +86,7 @@ class PackageConfig:
     rope_parameters: Mapping[str, object]
     max_position_embeddings: int
     vocab_size: int
+    draft_vocab_size: int
     hidden_size: int
     embeddings: Literal["target"]
     meanings: Mapping[str, object]
@@ -120,6 +127,7 @@ def make_config(
         "rope_parameters": dict(target.rope_parameters),
         "max_position_embeddings": target.max_position_embeddings,
         "vocab_size": target.vocab_size,
+        "draft_vocab_size": drafter.get(DRAFT_SIZE) or target.vocab_size,
         "hidden_size": target.hidden_size,
         "embeddings": "target",
         "meanings": MEANINGS,
@@ -213,7 +221,13 @@ def _block_problems(config: PackageConfig) -> list[str]:
 
 
 def _target_problems(config: PackageConfig) -> list[str]:
-    return [
+    drafted = config.drafter.get(DRAFT_SIZE) or config.vocab_size
+    problems = []
+    if config.draft_vocab_size != drafted:
+        problems.append(
+            f"draft_vocab_size={config.draft_vocab_size} contradicts the drafter section, which has {drafted}"
+        )
+    return problems + [
         f"{name}={getattr(config, name)!r} contradicts target.{name}={getattr(config.target, name)!r}"
         for name in ("vocab_size", "hidden_size", "max_position_embeddings", "rope_parameters")
         if getattr(config, name) != getattr(config.target, name)

@@ -48,13 +48,18 @@ class Sampler:
         self.settings = settings
         self.generator = torch.Generator(device=device).manual_seed(settings.seed)
 
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Map ``logits`` [V] to (token: 0-d int64, probabilities: [V] fp32 it was drawn from)."""
+    def __call__(self, logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map ``logits`` [V] to (token: 0-d int64, probabilities: [V] fp32 it was drawn from).
+
+        With ``ids`` [Vd] both are about these tokens alone: [Vd] logits give a token out of ``ids``, and [Vd].
+        """
         if self.settings.greedy:
-            token = logits.argmax(dim=-1)
-            return token, _one_hot(token, logits)
-        probabilities = self.probabilities(logits)
-        return self.draw(probabilities), probabilities
+            place = logits.argmax(dim=-1)
+            probabilities = _one_hot(place, logits)
+        else:
+            probabilities = self.probabilities(logits)
+            place = self.draw(probabilities)
+        return (place if ids is None else ids[place]), probabilities
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Map ``logits`` [..., V] of any precision to the fp32 distributions that tokens are drawn from."""

@@ -11,6 +11,11 @@ With q = softmax(z), p the target's distribution, y the label and s = sign(q - p
 Rows that overlap in time ask for the same target position. Rows are sorted by it, so that the target's logits are
 formed once for each distinct position and no two chunks share one.
 
+A reduced draft vocabulary has Vd of the target's V tokens. p is the target's softmax over all V, of which the Vd are
+taken; q is the draft's over the Vd. The L1 distance then also counts p's mass outside, which q does not change; a row
+whose label lies outside has no cross-entropy, and counts in the denominators all the same. Whole rows of V exist for
+the target alone, once for each position of a chunk.
+
 Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
 the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of
 the target's logits are then common to both distributions and cancel in q - p.
@@ -29,9 +34,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.nn.head import FrozenHead
+    from deepspec.nn.vocabulary import DraftVocabulary
 
 LossMode = Literal["exact", "common_mode"]
-BUFFERS = 3  # of size [chunk rows, V]
+BUFFERS = 3  # of size [chunk rows, Vd]
+WHOLE_BUFFERS = 2  # of size [chunk positions, V], for a reduced vocabulary
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """Memory of a chunk's buffers. Measured on two cores, a product with the head costs half as much a row at 256 rows as
 at 64, since the head's weights are read once a chunk; the passes over the logits cost the same at any size."""
@@ -59,15 +66,27 @@ class RowTask:
     target_index: Tensor  # [R] row of target_hidden that judges each draft row
     labels: Tensor  # [R]
     weights: Tensor  # [R]
-    head: FrozenHead
+    head: FrozenHead  # the target's, over V
     ce: float
     l1: float
     mode: LossMode = "exact"
     chunk_rows: int | None = None  # None: as many as fit CHUNK_BYTES
+    vocabulary: DraftVocabulary | None = None  # None: the draft's vocabulary is the target's
+
+    @property
+    def draft_head(self) -> FrozenHead:
+        """The head of the draft's logits, over Vd."""
+        return self.head if self.vocabulary is None else self.vocabulary.head
+
+    @property
+    def row_elements(self) -> int:
+        """Most elements of the buffers for one row of a chunk."""
+        whole = 0 if self.vocabulary is None else WHOLE_BUFFERS * self.head.vocab_size
+        return BUFFERS * self.draft_head.vocab_size + whole
 
 
 def block_loss(hidden: Tensor, task: RowTask, markov: Tensor | None = None, w2: Tensor | None = None) -> BlockLoss:
-    """Score draft states ``hidden`` [R, D]; logits get ``markov`` [R, r] times ``w2`` [V, r] added when they are given.
+    """Score draft states ``hidden`` [R, D]; logits get ``markov`` [R, r] times ``w2`` [Vd, r] added when given.
 
     Gradients flow to ``hidden``, ``markov`` and ``w2``.
     """
@@ -112,12 +131,17 @@ class _Scan:
         positions, self.judge, counts = torch.unique_consecutive(
             task.target_index[order], return_inverse=True, return_counts=True
         )
-        row_bytes = BUFFERS * task.head.vocab_size * (8 if self.wide == torch.float64 else 4)
+        row_bytes = task.row_elements * (8 if self.wide == torch.float64 else 4)
         rows = task.chunk_rows or max(1, CHUNK_BYTES.get(hidden.device.type, 2**28) // row_bytes)
         self.chunks = _cut(counts.tolist(), rows)
         self.hidden = hidden.detach()[order]  # [R, D]
         self.target_hidden = task.target_hidden.detach()[positions]  # [U', D]
-        self.labels = task.labels[order]
+        self.head, self.vocabulary = task.draft_head, task.vocabulary
+        self.labels = task.labels[order]  # draft ids
+        self.sayable = torch.ones(order.shape, device=order.device, dtype=self.wide)  # [R] 0 where the label is outside
+        if self.vocabulary is not None:
+            index = self.vocabulary.index[self.labels]
+            self.labels, self.sayable = index.clamp(min=0), (index >= 0).to(self.wide)
         self.weights = task.weights[order].to(self.wide)
         self.source = (hidden, markov, w2)
         self.markov = None if markov is None else markov.detach()[order].to(self.wide)
@@ -126,8 +150,11 @@ class _Scan:
 
     def _allocate(self) -> None:
         device, rows = self.hidden.device, self.hidden.shape[0]
-        shape = (max((stop - start for start, stop, _, _ in self.chunks), default=0), self.task.head.vocab_size)
+        shape = (max((stop - start for start, stop, _, _ in self.chunks), default=0), self.head.vocab_size)
         self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(BUFFERS)]
+        if self.vocabulary is not None:
+            shape = (max((last - first for _, _, first, last in self.chunks), default=0), self.task.head.vocab_size)
+            self.whole = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(WHOLE_BUFFERS)]
         self.ce, self.l1, self.agreement = (torch.zeros(rows, device=device, dtype=self.wide) for _ in range(3))
         if not self.with_grad:
             return
@@ -139,54 +166,76 @@ class _Scan:
         """Score rows ``start:stop``, which are judged by target positions ``first:last``."""
         rows, judge = slice(start, stop), self.judge[start:stop] - first  # [n]
         x, y, z = (buffer[: stop - start] for buffer in self.buffers)
-        target_logits, p = x[: last - first], y[: last - first]  # [u, V]
+        target_logits = (x if self.vocabulary is None else self.whole[0])[: last - first]  # [u, V]
         slope = self._logits(rows, slice(first, last), judge, z, target_logits)
-        torch.softmax(target_logits, -1, out=p)
-        target_top = p.argmax(-1)[judge][:, None]  # [n, 1]
+        p, target_top, outside = self._target(target_logits, y[: last - first])
         top, label_logit = z.amax(-1), z.gather(1, self.labels[rows, None]).squeeze(1)
-        self.agreement[rows] = (z.gather(1, target_top).squeeze(1) >= top).to(self.wide)
+        self.agreement[rows] = self._agrees(z, top, target_top[judge])
         q = torch.softmax(z, -1, out=x)
         self.ce[rows] = top - q.amax(-1).log() - label_logit  # log sum exp z = max z - log max q
+        self.ce[rows] *= self.sayable[rows]
         d = torch.index_select(p, 0, judge, out=z)
         d.sub_(q)  # p - q
         self.l1[rows] = torch.abs(d, out=y).sum(-1)  # a sum is pairwise; a vector norm would lose digits over a large V
+        if outside is not None:
+            self.l1[rows] += outside[judge]
         if self.with_grad:
             self._gradient(rows, q, torch.mul(q, d.sign_(), out=y), slope)
 
-    def _logits(self, rows: slice, targets: slice, judge: Tensor, z: Tensor, target_logits: Tensor) -> Tensor | None:
-        """Fill ``z`` [n, V] with the draft's and ``target_logits`` [u, V] with the target's logits.
+    def _target(self, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Fill ``p`` [u, Vd] from the target's ``logits`` [u, V].
 
-        Returns the slope of the head's soft-cap at z [n, V] when it has one.
+        Returns p, the draft id of its most likely token [u] (negative where it has none), and its mass outside [u].
         """
-        head = self.task.head
-        project(self.target_hidden[targets], head.weight, target_logits)
+        if self.vocabulary is None:
+            torch.softmax(logits, -1, out=p)
+            return p, p.argmax(-1), None
+        whole = torch.softmax(logits, -1, out=self.whole[1][: len(logits)])
+        torch.index_select(whole, 1, self.vocabulary.ids, out=p)
+        outside = (whole.sum(-1) - p.sum(-1)).clamp(min=0.0)
+        return p, self.vocabulary.index[whole.argmax(-1)], outside
+
+    def _agrees(self, z: Tensor, top: Tensor, target_top: Tensor) -> Tensor:
+        """Return [n], 1.0 where the target's most likely token has the draft's largest logit ``top`` [n]."""
+        same = z.gather(1, target_top.clamp(min=0)[:, None]).squeeze(1) >= top
+        return (same & (target_top >= 0)).to(self.wide)
+
+    def _logits(self, rows: slice, targets: slice, judge: Tensor, z: Tensor, target_logits: Tensor) -> Tensor | None:
+        """Fill ``z`` [n, Vd] with the draft's and ``target_logits`` [u, V] with the target's logits.
+
+        Returns the slope of the head's soft-cap at z [n, Vd] when it has one.
+        """
+        head = self.head
+        project(self.target_hidden[targets], self.task.head.weight, target_logits)
         if self.task.mode == "exact":
             project(self.hidden[rows], head.weight, z)
         else:
             difference = self.hidden[rows].to(self.wide) - self.target_hidden[targets].to(self.wide)[judge]
             project(difference, head.weight, z, in_weight_precision=True)
-            z.add_(target_logits[judge])
-        _finish(target_logits, head, with_slope=False)
+            common = target_logits if self.vocabulary is None else target_logits.index_select(1, self.vocabulary.ids)
+            z.add_(common[judge])
+        _finish(target_logits, self.task.head, with_slope=False)
         slope = _finish(z, head, with_slope=self.with_grad)
         if self.markov is not None and self.w2 is not None:
             z.addmm_(self.markov[rows], self.w2.t())
         return slope
 
     def _gradient(self, rows: slice, q: Tensor, grad: Tensor, slope: Tensor | None) -> None:
-        """Turn ``grad`` = q * sign(p - q) [n, V] into d loss / dz and push it through head and Markov matrix."""
-        task, weights = self.task, self.weights[rows, None]
+        """Turn ``grad`` = q * sign(p - q) [n, Vd] into d loss / dz and push it through head and Markov matrix."""
+        task, head, weights = self.task, self.head, self.weights[rows, None]
+        ce = task.ce * self.sayable[rows, None]
         mean = grad.sum(-1, keepdim=True)  # <q, sign(p - q)>
-        grad.mul_(-task.l1 * weights).add_(q.mul_(weights * (task.ce + task.l1 * mean)))
-        grad.scatter_add_(1, self.labels[rows, None], -task.ce * weights)
+        grad.mul_(-task.l1 * weights).add_(q.mul_(weights * (ce + task.l1 * mean)))
+        grad.scatter_add_(1, self.labels[rows, None], -ce * weights)
         if self.markov is not None and self.w2 is not None:
             torch.mm(grad, self.w2, out=self.grad_markov[rows])
             self.grad_w2.addmm_(grad.t(), self.markov[rows])
         if slope is not None:
             grad.mul_(slope)
-        low = task.mode == "common_mode" or (grad.is_cuda and self.hidden.dtype == task.head.weight.dtype)
-        back_project(grad, task.head.weight, self.grad_hidden[rows], in_weight_precision=low)
-        if task.head.logit_scale != 1.0:
-            self.grad_hidden[rows].mul_(task.head.logit_scale)
+        low = task.mode == "common_mode" or (grad.is_cuda and self.hidden.dtype == head.weight.dtype)
+        back_project(grad, head.weight, self.grad_hidden[rows], in_weight_precision=low)
+        if head.logit_scale != 1.0:
+            self.grad_hidden[rows].mul_(head.logit_scale)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Return the gradients in the caller's order of rows and in the precision of the inputs."""

@@ -54,6 +54,17 @@ class FrozenHead:
         """Whether embedding and head are one tensor."""
         return self.weight is self.embedding
 
+    def restricted(self, ids: Tensor) -> FrozenHead:
+        """Return the head with the rows ``ids`` [Vd] alone (a copy of them); the embedding stays the whole one."""
+        return FrozenHead(
+            embedding=self.embedding,
+            weight=self.weight[ids],
+            bias=None if self.bias is None else self.bias[ids],
+            embed_scale=self.embed_scale,
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
+        )
+
     def embed(self, ids: Tensor) -> Tensor:
         """Map token ids [...] to the target's own embedding output [..., D]."""
         rows = functional.embedding(ids, self.embedding)

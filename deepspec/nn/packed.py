@@ -90,6 +90,10 @@ class PackedHead(FrozenHead):
             return super().logits(hidden)
         return self.finish(self.packed.product(hidden.to(self.weight.dtype)))
 
+    def restricted(self, ids: Tensor) -> FrozenHead:
+        """Return the head with the rows ``ids`` [Vd] alone, packed as well."""
+        return pack_head(super().restricted(ids))
+
 
 def pack_head(head: FrozenHead) -> FrozenHead:
     """Return ``head`` with a packed weight, or ``head`` itself where that is impossible."""

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from deepspec.drafters.files import load_drafter, newest_drafter
 from tests.commands.tiny_run import overrides
+from tests.helpers import EOS_TOKEN_ID, tiny_tokenizer
 from tests.numerics.launch import ROOT, environment, free_port
 
 
@@ -59,6 +61,17 @@ def test_run_folder(straight: Path) -> None:
     assert {"train", "validation"} == {line["kind"] for line in lines}
     assert (straight / "config.yaml").is_file()
     assert load_drafter(newest_drafter(straight)).conventions.target_layer_ids == (1, 2, 3)
+
+
+def test_a_reduced_vocabulary_is_chosen_from_the_data(folder: Path, arguments: list[str]) -> None:
+    run = folder / "reduced"
+    assert train(arguments, f"paths.run={run}", "drafter.draft_vocab_size=20", "train.max_steps=2") == 0
+    drafter = load_drafter(newest_drafter(run))
+    assert drafter.d2t is not None
+    ids = (drafter.d2t + torch.arange(20)).tolist()
+    vocabulary = tiny_tokenizer().get_vocab()
+    assert {EOS_TOKEN_ID, *(vocabulary[letter] for letter in "as ir")} <= set(ids)
+    assert "draft vocabulary: 20 of 97 tokens" in "".join(p.read_text() for p in (run / "logs").iterdir())
 
 
 def test_interrupted_and_resumed(folder: Path, arguments: list[str], straight: Path) -> None:

@@ -23,6 +23,7 @@ from deepspec.engine.tracker import JsonLines, Trackers
 from tests.unit.engine import toy
 
 OTHER = {"plain": "deepspeed-2", "deepspeed-0": "deepspeed-3", "deepspeed-1": "deepspeed-3", "deepspeed-2": "plain"}
+VOCABULARY = (2, 5, 9)
 
 
 class AbandonError(Exception):
@@ -46,6 +47,7 @@ def make(case: str, ranks: Ranks, folder: Path, *, engine: str | None = None, di
     kind, _, stage = (engine or case.split(":")[0]).partition("-")
     config = toy.engine_config(kind=kind, zero_stage=int(stage or 0), precision=case.split(":")[1], micro_batch_size=2)
     drafter = toy.make_drafter()
+    drafter.reduce_vocabulary(len(VOCABULARY), toy.INFO.vocab_size)
     store = toy.make_store(folder / "checkpoints", drafter)
     tracker = Trackers([JsonLines(folder / "metrics.jsonl")] if ranks.is_first else [])
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +59,7 @@ def make(case: str, ranks: Ranks, folder: Path, *, engine: str | None = None, di
     optim = replace(toy.OPTIM, clip_norm=0.5)
     trainer = toy.make_trainer(ranks, steps=10, engine=config, hooks=hooks, drafter=drafter, optim=optim)
     name = ranks.from_first(store.newest() if ranks.is_first else None)
+    drafter.set_vocabulary(VOCABULARY if name is None else (0, 1, 2))  # other data; the checkpoint's are taken over
     if name is not None:
         trainer.resume(store.load(name))
     return trainer

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.numerics.conftest import FAST_CASES
 from tests.numerics.launch import start_ranks
+from tests.numerics.resume_worker import VOCABULARY
 from tests.unit.engine import toy
 
 LAST = "checkpoints/step-000010"
@@ -28,6 +30,8 @@ def check(folder: Path, case: str) -> None:
     for file in ("drafter.safetensors", "optimizer.safetensors"):
         straight, resumed = load_file(folder / "straight" / LAST / file), load_file(folder / "killed" / LAST / file)
         assert straight.keys() == resumed.keys()
+        if file == "drafter.safetensors":
+            assert resumed["d2t"].equal(torch.tensor(VOCABULARY) - torch.arange(3)), f"{case}: another vocabulary"
         for name, value in straight.items():
             assert value.equal(resumed[name]), f"{case}: {name} differs after the resume"
     assert lines(folder / "straight") == lines(folder / "killed")

@@ -31,6 +31,13 @@ class DSparkConfig:
     init: Literal["random", "target"] = field(
         default="random", metadata={"help": "target copies the target's last layers and sees its own last tap first"}
     )
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens the drafter can propose, the most frequent of the training answers; "
+            "null is the target's whole vocabulary"
+        },
+    )
     intermediate_size: int | None = field(default=None, metadata={"help": "MLP width; null is the target's"})
     ce: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy term"})
     l1: float = field(default=0.9, metadata={"help": "Weight of ||q - p||_1, twice the total variation"})
@@ -66,6 +73,10 @@ class DSparkConfig:
             for key, value in sizes.items()
             if value is not None and value < 1
         ]
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 2:
+            problems.append(
+                f"drafter.draft_vocab_size={self.draft_vocab_size} leaves nothing to choose: give at least 2, or null"
+            )
         if self.sliding_window is not None and self.sliding_window < 2:
             problems.append(
                 f"drafter.sliding_window={self.sliding_window} leaves no context to see: give at least 2, or null"

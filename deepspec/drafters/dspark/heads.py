@@ -32,12 +32,15 @@ class LentWeight(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """Adds ``W2 W1[previous token]`` to the logits of a slot."""
+    """Adds ``W2 W1[previous token]`` to the logits of a slot.
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    The previous token can be any of V; W2 has a row for each of the Vd tokens that can be proposed.
+    """
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = LentWeight(vocab_size, rank)
+        self.markov_w2 = LentWeight(draft_vocab_size, rank)
 
     @torch.no_grad()
     def reset(self) -> None:

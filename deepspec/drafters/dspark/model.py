@@ -62,13 +62,16 @@ class DSparkDrafter(Drafter):
             sliding_window=config.sliding_window,
         )
         self.coefficients = objective.coefficients(config)
+        if config.draft_vocab_size is not None:
+            self.reduce_vocabulary(config.draft_vocab_size, target.vocab_size)
         shape = block_shape(config, target)
         width = shape.hidden_size
         self.fc = nn.Linear(len(target_layer_ids) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps=shape.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, eps=shape.rms_norm_eps)
-        self.markov_head = MarkovHead(target.vocab_size, config.markov_rank) if config.uses_markov else None
+        drafted = config.draft_vocab_size or target.vocab_size
+        self.markov_head = MarkovHead(target.vocab_size, drafted, config.markov_rank) if config.uses_markov else None
         seen = config.markov_rank if config.confidence_sees_markov else 0
         self.confidence_head = ConfidenceHead(width, seen) if config.confidence_head else None
         self.rope = RotaryEmbedding(

@@ -103,6 +103,7 @@ def _draft_loss(
         labels=rows.label,
         weights=rows.weight,
         head=drafter.head,
+        vocabulary=drafter.vocabulary,
         ce=drafter.config.ce,
         l1=drafter.config.l1,
         mode=loss_mode(drafter, states),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,8 +137,9 @@ def _window_mask(window: int | None, gamma: int, device: torch.device) -> Tensor
 
 def _sample(drafter: DSparkDrafter, hidden: Tensor, anchor: int, sampler: TokenSampler) -> Proposal:
     """Draw the tokens of ``hidden`` [k, D] one after the other; the head's product is shared by all slots."""
-    base = drafter.head.logits(hidden).float()  # [k, V]
-    markov = drafter.markov_head
+    vocabulary, markov = drafter.vocabulary, drafter.markov_head
+    base = drafter.draft_head.logits(hidden).float()  # [k, V], or [k, Vd] of a reduced vocabulary
+    draw = sampler if vocabulary is None else partial(sampler, ids=vocabulary.ids)
     previous = torch.tensor(anchor, device=hidden.device)
     tokens, probabilities, seen = [], [], []
     for logits in base:
@@ -146,11 +148,12 @@ def _sample(drafter: DSparkDrafter, hidden: Tensor, anchor: int, sampler: TokenS
             seen.append(row)
             logits = logits + torch.mv(markov.markov_w2.weight, row)
         _check(logits)
-        previous, distribution = sampler(logits)
+        previous, distribution = draw(logits)
         tokens.append(previous)
         probabilities.append(distribution)
     confidence = _confidence(drafter, hidden, seen)
-    return Proposal(torch.stack(tokens), torch.stack(probabilities), confidence)
+    q = torch.stack(probabilities)
+    return Proposal(torch.stack(tokens), q if vocabulary is None else vocabulary.spread(q), confidence)
 
 
 def _confidence(drafter: DSparkDrafter, hidden: Tensor, seen: list[Tensor]) -> Tensor | None:

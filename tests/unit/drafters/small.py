@@ -67,9 +67,10 @@ def row(length: int, anchors: Sequence[int], seed: int = 0, supervised_from: int
     return batch, Features(hidden, torch.randn(1, length, WIDTH, generator=generator))
 
 
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy(logits: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     probabilities = logits.softmax(-1)
-    return probabilities.argmax(), probabilities
+    place = probabilities.argmax()
+    return place if ids is None else ids[place], probabilities
 
 
 class Forced:
@@ -78,7 +79,11 @@ class Forced:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens, self.logits = list(tokens), []  # type: ignore[var-annotated]
 
-    def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.logits.append(logits)
         return torch.tensor(self.tokens[len(self.logits) - 1]), logits.softmax(-1)
 

@@ -27,7 +27,7 @@ LITTLE = Material(samples=make_samples(1, 20), prompts=PROMPTS[:1], max_new_toke
 
 def export(out: Path, profile: Profile = "fp16_int8", target: Target | None = None, **over: Any) -> Exported:
     target = target or make_target()
-    drafter, config = make_drafter(target)
+    drafter, config = make_drafter(target, draft_vocab_size=over.pop("draft_vocab_size", None))
     material = over.pop("material", LITTLE)
     over = {"max_length_change": 1.0, **over}
     return export_package(drafter, config, target.info, target, out, material, profile=profile, **over)
@@ -41,6 +41,14 @@ def test_each_profile_passes_its_bound_and_is_close_to_it_for_a_reason(tmp_path:
     assert found.distributions.slots == 3 * 8 * 4 - _slots_cut_off()
     assert found.lengths is not None
     assert found.lengths.before >= 1
+
+
+def test_a_reduced_vocabulary_is_verified_and_explained(tmp_path: Path) -> None:
+    found = export(tmp_path / "package", draft_vocab_size=25).verification
+    assert 0 < found.distributions.mean_tv <= MEAN_TV_LIMIT["fp16_int8"]
+    card = (tmp_path / "package" / "card.md").read_text()
+    assert "draft vocabulary: 25 of 97 tokens" in card
+    assert "`lm_head.weight` with those rows" in card
 
 
 def _slots_cut_off() -> int:

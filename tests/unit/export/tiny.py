@@ -44,6 +44,8 @@ def make_drafter(target: Target, seed: int = 1, **over: Any) -> tuple[Drafter, D
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             parameter.data.normal_(std=0.15)
+    if config.draft_vocab_size is not None:
+        drafter.set_vocabulary(torch.randperm(target.info.vocab_size)[: config.draft_vocab_size].sort().values)
     drafter.bind(target.head)
     return drafter.eval(), config
 
@@ -69,7 +71,7 @@ class ForcedLogits:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.logits = iter(tokens), list[torch.Tensor]()
 
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         self.logits.append(logits.float())
         return torch.tensor(next(self.tokens)), self.logits[-1].softmax(-1)
 

@@ -23,6 +23,8 @@ def drafter_for(target: Target, seed: int = 1, **over: object) -> DSparkDrafter:
     torch.manual_seed(seed)
     config = DSparkConfig(**({"num_layers": 2, "gamma": 5, "markov_rank": 8} | over))  # type: ignore[arg-type]
     drafter = config.build(target.info, LAYERS, MASK_TOKEN_ID)
+    if config.draft_vocab_size is not None:
+        drafter.set_vocabulary(torch.randperm(target.info.vocab_size)[: config.draft_vocab_size].sort().values)
     drafter.bind(target.head)
     return drafter.eval()
 
@@ -48,6 +50,7 @@ def test_greedy_output_is_the_models_own(family: str) -> None:
         "lookup": PromptLookupProposer(target.info.vocab_size),
         "drafter": DrafterProposer(drafter_for(target)),
         "window": DrafterProposer(drafter_for(target, sliding_window=4)),
+        "reduced": DrafterProposer(drafter_for(target, draft_vocab_size=25)),
     }
     for name, proposer in proposers.items():
         result = SpeculativeDecoder(target, proposer).generate(PROMPT, 30)

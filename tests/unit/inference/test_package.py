@@ -19,8 +19,10 @@ from deepspec.contracts import Batch
 from deepspec.errors import PackageError
 from deepspec.export.package import write_checksums
 from deepspec.export.quantise import quantise_rows
+from deepspec.inference.decoder import SpeculativeDecoder
 from deepspec.inference.package import is_package, load_package
 from deepspec.inference.package_config import CONFIG, read_config
+from deepspec.inference.proposers import DrafterProposer, PlainProposer
 from deepspec.nn.int8 import Int8Linear
 from deepspec.targets.layers import OFFSETS, from_project, to_project
 from deepspec.targets.target import Target
@@ -84,6 +86,55 @@ def test_round_trip(profile: Any, tmp_path: Path, target: Target) -> None:
     hidden = torch.randn(9, 96)
     before, after = (block_logits(d, hidden, [5, 1, 2, 3, 4]) for d in (drafter, loaded))
     assert (before - after).norm() < 0.05 * before.norm()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_round_trip_of_a_reduced_vocabulary(profile: Any, tmp_path: Path, target: Target) -> None:
+    drafter, _ = make_drafter(target, draft_vocab_size=25)
+    package = make_package(tmp_path / "p", profile, target, draft_vocab_size=25)
+    assert json.loads((package / CONFIG).read_text())["draft_vocab_size"] == 25
+    loaded = load_package(package, target)
+    assert loaded.d2t is not None
+    assert drafter.d2t is not None
+    assert loaded.d2t.dtype == torch.int64
+    assert loaded.d2t.equal(drafter.d2t)
+    hidden = torch.randn(9, 96)
+    before, after = (block_logits(d, hidden, [5, 1, 2, 3, 4]) for d in (drafter, loaded))
+    assert before.shape == (4, 25)
+    assert (before - after).norm() < 0.05 * before.norm()
+    if profile == "fp16":  # what fp16 holds, it gives back
+        drafter.load_state_dict({n: t.half().float() if t.is_floating_point() else t for n, t in _state(drafter)})
+        assert block_logits(drafter, hidden, [5, 1, 2, 3, 4]).equal(after)
+    plain = SpeculativeDecoder(target, PlainProposer()).generate([5, 17, 42], 12).tokens
+    assert SpeculativeDecoder(target, DrafterProposer(loaded)).generate([5, 17, 42], 12).tokens == plain
+
+
+def _state(drafter: Any) -> list[tuple[str, torch.Tensor]]:
+    return list(drafter.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(-1, "must rise|is not in"), (97, r"token 97 is not in 0 \.\. 96"), (None, "int64")]
+)
+def test_a_damaged_vocabulary_is_refused(tmp_path: Path, target: Target, value: int | None, message: str) -> None:
+    package = make_package(tmp_path / "p", "fp16", target, draft_vocab_size=25)
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        if value is None:
+            tensors["d2t"] = tensors["d2t"].int()
+        else:
+            tensors["d2t"][-1] = value - 24
+
+    edit_tensors(package, edit)
+    with pytest.raises(PackageError, match=message):
+        load_package(package, target)
+
+
+def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path, target: Target) -> None:
+    package = make_package(tmp_path / "p", "fp16", target, draft_vocab_size=25)
+    edit_config(package, lambda config: config.update(draft_vocab_size=26), header_too=True)
+    with pytest.raises(PackageError, match="draft_vocab_size=26 contradicts the drafter section, which has 25"):
+        load_package(package, target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
