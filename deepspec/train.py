@@ -39,7 +39,8 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     from deepspec.config.resolve import save_config, to_plain
     from deepspec.engine.build import build_trainer
     from deepspec.engine.inputs import read_inputs
-    from deepspec.features.online import OnlineFeatures
+    from deepspec.engine.start import start_weights
+    from deepspec.features.online import OnlineFeatures, RememberingFeatures
     from deepspec.targets.load import layer_ids, load_target
 
     if ranks.is_first:
@@ -50,10 +51,9 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     drafter = cfg.drafter.build(target.info, taps, cfg.target.mask_token_id)
     drafter.loss_precision = cfg.engine.loss_precision
     drafter.bind(target.head)
-    if getattr(cfg.drafter, "init", "random") == "target":
-        drafter.initialise_from(target.model)
     inputs = read_inputs(cfg, target, ranks)
     choose_vocabulary(cfg, drafter, target.info, inputs)
+    features = RememberingFeatures(OnlineFeatures(target, taps))
     build_trainer(
         cfg,
         run=run,
@@ -61,7 +61,8 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
         drafter=drafter,
         info=target.info,
         inputs=inputs,
-        features=OnlineFeatures(target, taps),
+        features=features,
+        start=lambda: start_weights(cfg, drafter, target, inputs, features, ranks),
         plain_config=to_plain(cfg),
     ).run()
 

@@ -151,6 +151,10 @@ class Drafter(nn.Module):
         """Copy what fits from the target's own layers; return a line for each part that was taken."""
         raise NotImplementedError(f"{type(self).__name__} cannot be initialised from its target")
 
+    def fit(self, examples: Sequence[tuple[Batch, Features]]) -> list[str]:
+        """Fit to ``examples`` what can be fitted without gradients; return a line for each part."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be fitted")
+
     def denominators(self, batch: Batch) -> dict[str, Tensor]:
         """Return the weight (0-d fp32) of each loss term, from the batch alone."""
         raise NotImplementedError

@@ -46,9 +46,13 @@ def build_trainer(
     info: TargetInfo,
     inputs: Inputs,
     features: Callable[[Batch], Features],
+    start: Callable[[], None],
     plain_config: Mapping[str, Any],
 ) -> Trainer:
-    """Put a training run together and, unless ``train.resume`` is off, take over its newest checkpoint."""
+    """Put a training run together and, unless ``train.resume`` is off, take over its newest checkpoint.
+
+    ``start`` gives the drafter its first weights; it is called where there is no checkpoint.
+    """
     store = CheckpointStore(
         run / "checkpoints",
         drafter=drafter,
@@ -60,6 +64,8 @@ def build_trainer(
     found = _newest(store, ranks) if cfg.train.resume else None
     if not cfg.train.resume and ranks.is_first:
         store.set_aside()
+    if found is None:
+        start()
     trainer = Trainer(
         drafter=drafter,
         engine=build_engine(drafter, ranks=ranks, engine=cfg.engine, optim=cfg.optim),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspec.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from deepspec.config.schema import EngineConfig
 
@@ -44,6 +44,12 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def broadcast_(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every rank the first rank's values, in place."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.data, src=0)
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank; every rank gets the same answer."""

@@ -15,7 +15,7 @@ from deepspec.data.prepare import prepare_samples
 from deepspec.data.sampler import BatchPlan, validation_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from deepspec.config.schema import RunConfig
     from deepspec.contracts import Batch
@@ -29,6 +29,8 @@ class Inputs:
     """Training batches from any step on, the samples they are made of, and the validation batches of one pass."""
 
     batches: Callable[[int], Iterable[tuple[int, Sequence[Batch]]]]
+    all_batches: Callable[[], Iterator[Batch]]
+    """The micro-batches of all ranks from the first step on, the same however many ranks there are."""
     total_steps: int
     steps_per_epoch: int
     samples: SampleSet
@@ -62,4 +64,17 @@ def read_inputs(cfg: RunConfig, target: Target, ranks: Ranks) -> Inputs:
         held_out = samples(cfg.data.validation)
         parts = validation_batches(held_out.lengths, micro_batch_size=micro, world_size=world, rank=ranks.rank)
         validation = partial(map, maker(held_out), parts)
-    return Inputs(lambda start: batches(start=start), steps, plan.num_steps(1), train, validation)
+
+    def all_batches() -> Iterator[Batch]:
+        whole = BatchPlan(train.lengths, global_batch_size=total, micro_batch_size=micro, seed=cfg.seed)
+        for step in range(steps):
+            yield from map(maker(train), whole.micro_batches(step))
+
+    return Inputs(
+        batches=lambda start: batches(start=start),
+        all_batches=all_batches,
+        total_steps=steps,
+        steps_per_epoch=plan.num_steps(1),
+        samples=train,
+        validation=validation,
+    )

@@ -28,9 +28,11 @@ class DSparkConfig:
     sliding_window: int | None = field(
         default=None, metadata={"help": "Context positions a query sees (w-1 before it); null sees all"}
     )
-    init: Literal["random", "target"] = field(
-        default="random", metadata={"help": "target copies the target's last layers and sees its own last tap first"}
+    init: Literal["random", "target", "fitted"] = field(
+        default="random",
+        metadata={"help": "target copies the target's last layers; fitted fits the first by least squares instead"},
     )
+    fit_samples: int = field(default=256, metadata={"help": "Training samples that init=fitted looks at"})
     draft_vocab_size: int | None = field(
         default=None,
         metadata={
@@ -65,7 +67,11 @@ class DSparkConfig:
         return DSparkDrafter(config=self, target=target, target_layer_ids=target_layer_ids, mask_token_id=mask_token_id)
 
     def _size_problems(self) -> list[str]:
-        sizes: dict[str, int | None] = {"num_layers": self.num_layers, "gamma": self.gamma}
+        sizes: dict[str, int | None] = {
+            "num_layers": self.num_layers,
+            "gamma": self.gamma,
+            "fit_samples": self.fit_samples,
+        }
         sizes["intermediate_size"] = self.intermediate_size
         sizes["markov_rank"] = self.markov_rank if self.uses_markov else None
         problems = [
@@ -87,8 +93,10 @@ class DSparkConfig:
         problems = []
         if self.markov_head not in ("vanilla", "none"):
             problems.append(f"drafter.markov_head={self.markov_head!r} must be vanilla or none")
-        if self.init not in ("random", "target"):
-            problems.append(f"drafter.init={self.init!r} must be random or target")
+        if self.init not in ("random", "target", "fitted"):
+            problems.append(f"drafter.init={self.init!r} must be random, target or fitted")
+        if self.init == "fitted" and self.num_layers < 2:  # noqa: PLR2004 - one fitted, one from the target
+            problems.append(f"drafter.num_layers={self.num_layers} must be at least 2 for drafter.init=fitted")
         if self.confidence_head and self.confidence_with_markov and not self.uses_markov:
             problems.append(
                 "drafter.confidence_with_markov=true needs a Markov head: set it to false, or markov_head=vanilla"

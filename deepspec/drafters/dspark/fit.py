@@ -196,8 +196,8 @@ class _LayerFit:
 
     def _brought(self, rows: _Rows) -> Tensor:
         """Return what the heads bring to each row, [R, H * Dh]."""
-        x, *others = rows.arguments
-        mixed = self.layer.self_attn.mix(self.layer.input_layernorm(x), *others, self.drafter.attention_backend)
+        normed = rows.arguments._replace(x=self.layer.input_layernorm(rows.arguments.x))
+        mixed = self.layer.self_attn.mix(*normed, self.drafter.attention_backend)
         return mixed.flatten(0, 1)[rows.slots.index].float()
 
     def _fit_mlp(self) -> None:
@@ -248,7 +248,8 @@ def _fit_markov(drafter: DSparkDrafter, markov: MarkovHead, examples: Sequence[E
     outputs = behind.inverse_half @ right[:rank].t() * share
     tokens = torch.arange(head.embedding.shape[0], device=inputs.device)
     markov.markov_w1.weight.copy_(_widen(head.embed(tokens).float() @ inputs, rank))
-    markov.markov_w2.weight.copy_(_widen(head.weight.float() @ outputs * head.logit_scale, rank))
+    rows = drafter.draft_head.weight.float()
+    markov.markov_w2.weight.copy_(_widen(rows @ outputs * head.logit_scale, rank))
 
 
 def _separate(positive: Tensor, *negative: Tensor) -> Tensor:
@@ -276,7 +277,7 @@ def _directions(frequencies: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _logit_metric(drafter: DSparkDrafter, scale: Tensor | None = None) -> Tensor:
-    """Return the mean square of a logit's change as a form [D, D] on states, which are multiplied by ``scale`` first."""
+    """Return the mean square of a logit's change as a form [D, D] on states, multiplied by ``scale`` first."""
     weight = drafter.head.weight
     rows = weight[:: max(1, weight.shape[0] // HEAD_ROWS)].float()
     rows = rows - rows.mean(0)  # what all logits share changes nothing

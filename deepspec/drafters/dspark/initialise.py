@@ -51,7 +51,9 @@ def initialise_from(drafter: DSparkDrafter, target_model: nn.Module, *, first: i
     lines = []
     for index, (layer, source) in enumerate(zip(layers, sources, strict=True)):
         taken = _copy_layer(layer, source, shared, states.get(index), interleaved=interleaved)
-        lines.append(f"layers.{first + index} from the target's layer {len(stack) - len(layers) + index}: {', '.join(taken)}")
+        lines.append(
+            f"layers.{first + index} from the target's layer {len(stack) - len(layers) + index}: {', '.join(taken)}"
+        )
     drafter.hidden_norm.weight.copy_(shared)
     lines.append(_copy_final_norm(drafter, parent))
     lines.append(_pass_last_tap_on(drafter))

@@ -15,6 +15,7 @@ from torch import nn
 from deepspec.contracts import Conventions
 from deepspec.drafters.base import Drafter
 from deepspec.drafters.dspark import objective, propose
+from deepspec.drafters.dspark.fit import fit_first_layer
 from deepspec.drafters.dspark.heads import ConfidenceHead, MarkovHead
 from deepspec.drafters.dspark.initialise import initialise_from
 from deepspec.nn.block import BlockShape, DrafterLayer
@@ -23,6 +24,8 @@ from deepspec.nn.norm import RMSNorm
 from deepspec.nn.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from deepspec.contracts import Batch, Features, LossOutput, Proposal, TargetInfo, TokenSampler
@@ -96,7 +99,11 @@ class DSparkDrafter(Drafter):
 
     def initialise_from(self, target_model: nn.Module) -> list[str]:
         """Copy what fits from the target's own layers; return a line for each part that was taken."""
-        return initialise_from(self, target_model)
+        return initialise_from(self, target_model, first=1 if self.config.init == "fitted" else 0)
+
+    def fit(self, examples: Sequence[tuple[Batch, Features]]) -> list[str]:
+        """Fit the first layer and the Markov head by least squares; return a line for each part."""
+        return fit_first_layer(self, examples)
 
     def denominators(self, batch: Batch) -> dict[str, Tensor]:
         """Return the weight (0-d fp32) of each loss term, from the batch alone."""
@@ -131,10 +138,10 @@ class DSparkDrafter(Drafter):
 
     def block_states(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Run the blocks of all anchors side by side; return final-normed states [B, A, K, D]."""
-        x, *others = self.block_arguments(batch, hidden)
+        arguments = self.block_arguments(batch, hidden)
         for layer in self.layers:
-            x = layer(x, *others, self.attention_backend)
-        return self.norm(x).unflatten(1, (-1, self.conventions.gamma))
+            arguments = arguments._replace(x=layer(*arguments, self.attention_backend))
+        return self.norm(arguments.x).unflatten(1, (-1, self.conventions.gamma))
 
     def start(self, max_length: int) -> DecodingState:
         """Return an empty decoding state for one sequence of at most ``max_length`` positions."""

@@ -1,0 +1,61 @@
+"""The weights that a drafter starts with, where they come from its target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepspec.log import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from deepspec.config.schema import RunConfig
+    from deepspec.contracts import Batch, Features
+    from deepspec.drafters.base import Drafter
+    from deepspec.engine.distributed import Ranks
+    from deepspec.engine.inputs import Inputs
+    from deepspec.features.online import RememberingFeatures
+    from deepspec.targets.target import Target
+
+log = get_logger(__name__)
+
+MAX_POSITIONS = 2**16  # their features are held in memory together
+
+
+def start_weights(
+    cfg: RunConfig, drafter: Drafter, target: Target, inputs: Inputs, features: RememberingFeatures, ranks: Ranks
+) -> None:
+    """Give the drafter the weights that ``drafter.init`` asks for; every rank ends up with the first one's."""
+    init = getattr(cfg.drafter, "init", "random")
+    if init == "random":
+        return
+    lines = drafter.initialise_from(target.model)
+    if init == "fitted":
+        drafter.to(ranks.device)
+        if ranks.is_first:
+            lines += drafter.fit(_examples(cfg, inputs, features, ranks))
+        ranks.broadcast_(drafter.parameters())
+    for line in lines:
+        log.info("%s", line)
+
+
+def _examples(
+    cfg: RunConfig, inputs: Inputs, features: RememberingFeatures, ranks: Ranks
+) -> list[tuple[Batch, Features]]:
+    """Return the first batches of the training run with their features, which a single rank need not compute again."""
+    wanted = getattr(cfg.drafter, "fit_samples", 0)
+    batches = list(_first(inputs.all_batches(), wanted))
+    log.info("fitting the first layer to %d samples", sum(len(batch.sample_ids) for batch in batches))
+    recall = features.remember if ranks.world_size == 1 else features
+    return [(moved, recall(moved)) for moved in (batch.to(ranks.device) for batch in batches)]
+
+
+def _first(batches: Iterator[Batch], wanted: int) -> Iterator[Batch]:
+    samples = positions = 0
+    for batch in batches:
+        if samples and positions + batch.input_ids.numel() > MAX_POSITIONS:
+            return
+        yield batch
+        samples, positions = samples + len(batch.sample_ids), positions + batch.input_ids.numel()
+        if samples >= wanted:
+            return
