@@ -49,6 +49,7 @@ def overrides(folder: Path, *, samples: int = 24) -> list[str]:
         "drafter.gamma=3",
         "drafter.markov_rank=8",
         "drafter.init=random",
+        "drafter.draft_vocab_size=null",
         "engine.micro_batch_size=2",
         "engine.global_batch_size=4",
         f"paths.cache={folder / 'cache'}",

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     Example = tuple[Batch, Features]
 
-RANGE = 4.0  # positions over which the score of a head falls e-fold
-SHARPNESS = 40.0  # largest score of a head
+RANGE = 8.0  # positions over which the score of a head falls e-fold
+SHARPNESS = 60.0  # largest score of a head
 BLUNTEST = 0.1  # share of it that the bluntest head of a group has
 PROJECTION_RMS = 0.05  # of query and key weights, whose lengths the head norms take away
 OPEN_GATE = 4.0
@@ -122,7 +122,7 @@ class _LayerFit:
         self.drafter, self.layer = drafter, drafter.decoder_layers[0]
         self.width, self.device = drafter.fc.out_features, drafter.fc.weight.device
         self.groups = drafter.target.num_key_value_heads
-        self.on_first = self.groups // 3  # groups that look at slot 0
+        self.on_first = (self.groups + 1) // 3  # groups that look at slot 0
         self.layer.input_layernorm.weight.fill_(1.0)
         self.examples = [self._rows(batch, features) for batch, features in examples]
 
