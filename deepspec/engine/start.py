@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deepspec.log import get_logger
+from deepspec.log import get_logger, progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,8 @@ def _examples(
     batches = list(_first(inputs.all_batches(), wanted))
     log.info("fitting the first layer to %d samples", sum(len(batch.sample_ids) for batch in batches))
     recall = features.remember if ranks.world_size == 1 else features
-    return [(moved, recall(moved)) for moved in (batch.to(ranks.device) for batch in batches)]
+    moved = [batch.to(ranks.device) for batch in batches]
+    return [(batch, recall(batch)) for batch in progress(moved, len(moved), "features for the fit")]
 
 
 def _first(batches: Iterator[Batch], wanted: int) -> Iterator[Batch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,22 @@ def test_a_reduced_vocabulary_is_chosen_from_the_data(folder: Path, arguments: l
     assert "draft vocabulary: 20 of 97 tokens" in "".join(p.read_text() for p in (run / "logs").iterdir())
 
 
+def test_a_fitted_start_is_made_once(folder: Path, arguments: list[str]) -> None:
+    """The fit's features serve the first steps again; a run that goes on neither fits again nor ends elsewhere."""
+    fitted = ("drafter.init=fitted", "drafter.num_layers=2", "drafter.fit_samples=8", "train.save_every=2")
+    whole, resumed = folder / "fitted", folder / "fitted-resumed"
+    assert train(arguments, *fitted, f"paths.run={whole}", "train.max_steps=4") == 0
+    assert "fitting the first layer to 8 samples" in "".join(p.read_text() for p in (whole / "logs").iterdir())
+    shutil.copytree(whole / "checkpoints", resumed / "checkpoints")
+    shutil.rmtree(resumed / "checkpoints" / "step-000004")  # as if it had been killed after step 2
+    (resumed / "checkpoints" / "latest").write_text("step-000002\n")
+    assert train(arguments, *fitted, f"paths.run={resumed}", "train.max_steps=4") == 0
+    said = "".join(p.read_text() for p in (resumed / "logs").iterdir())
+    assert "step 2" in said and "fitting" not in said
+    expected = weights(whole)
+    assert all(value.equal(expected[name]) for name, value in weights(resumed).items())
+
+
 def test_interrupted_and_resumed(folder: Path, arguments: list[str], straight: Path) -> None:
     """SIGTERM ends with 75 after a save; the same command goes on and ends in the same weights."""
     run = folder / "interrupted"
@@ -93,6 +110,20 @@ def test_interrupted_and_resumed(folder: Path, arguments: list[str], straight: P
     assert status(run)["status"] == "finished"
     expected = weights(straight)
     assert all(value.equal(expected[name]) for name, value in weights(run).items())
+
+
+@pytest.mark.slow
+def test_every_rank_gets_the_first_ones_fit(folder: Path, arguments: list[str]) -> None:
+    """Two ranks that start fitted end where one does."""
+    fitted = ("drafter.init=fitted", "drafter.num_layers=2", "drafter.fit_samples=8", "engine.micro_batch_size=1")
+    one, two = folder / "fitted-one", folder / "fitted-two"
+    assert train(arguments, *fitted, f"paths.run={one}", "train.max_steps=2") == 0
+    start = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()))
+    launcher = (*start, "-m", "deepspec.train")
+    assert train(arguments, *fitted, f"paths.run={two}", "train.max_steps=2", launcher=launcher) == 0
+    found, expected = weights(two), weights(one)
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-4 * value.norm() + 1e-6, name
 
 
 @pytest.mark.slow

@@ -96,8 +96,9 @@ def test_a_missing_value_is_named_with_its_meaning() -> None:
 
 def test_every_mistake_is_reported_at_once() -> None:
     found = problems_of(
-        "engine.micro_batchsize=4", "engine.micro_batch_size=8", "engine.global_batch_size=12", "engine.zero_stage=7", "optim.lr=fast", "lr=1",
-        "drafter.gama=3", "tracker.mode=onlin", "target.target_layer_ids=[9,1]", "train.surprise=1", "train.keep=0",
+        "engine.micro_batchsize=4", "engine.micro_batch_size=8", "engine.global_batch_size=12", "engine.zero_stage=7",
+        "optim.lr=fast", "lr=1", "drafter.gama=3", "tracker.mode=onlin", "target.target_layer_ids=[9,1]",
+        "train.surprise=1", "train.keep=0",
     )  # fmt: skip
     text = "\n".join(found)
     for expected in (
