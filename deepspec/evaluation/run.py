@@ -10,7 +10,7 @@ from deepspec.evaluation.acceptance import Acceptance, Decoded, Prompt, by_domai
 from deepspec.evaluation.estimator import estimate
 from deepspec.evaluation.lossless import LosslessReport, compare_greedy
 from deepspec.evaluation.replay import replay
-from deepspec.evaluation.speed import BASELINE, Speed, measure
+from deepspec.evaluation.speed import BASELINE, Speed, compare, measure
 from deepspec.evaluation.statistics import Interval, bootstrap_difference, resample
 from deepspec.inference.accelerate import accelerate
 from deepspec.inference.decoder import SpeculativeDecoder
@@ -73,6 +73,7 @@ def score(
         raise ConfigError(f"evaluate.gamma={gamma} is more than the {trained} tokens that the drafter was trained for")
     accelerate(target, drafter)
     evaluation = _Evaluation(target, drafter, config, stop_ids, gamma)
+    evaluation.time(prompts)
     speculative = evaluation.decode(SPECULATIVE, prompts)
     greedy = config.temperature == 0.0
     plain = evaluation.decode(BASELINE, prompts if greedy and config.check_lossless else prompts[:1])
@@ -87,7 +88,7 @@ def score(
         gain=_gain(speculative, lookup, config) if lookup else None,
         expected_length=estimate(target, drafter, speculative),
         lossless=compare_greedy(target, plain, speculative) if whole else None,
-        speed=evaluation.time(prompts),
+        speed=evaluation.speed(),
         timing_threads=config.threads,
         timing_new_tokens=config.timing_new_tokens,
         answer=evaluation.answer(plain[0], speculative[0]),
@@ -101,6 +102,7 @@ class _Evaluation:
         self, target: Target, drafter: Drafter, config: EvaluateConfig, stop_ids: Collection[int], gamma: int
     ) -> None:
         self._target, self._config, self._stop_ids, self._gamma = target, config, stop_ids, gamma
+        self._timed: dict[str, list[Decoded]] = {}
         proposer = DrafterProposer(drafter)
         proposer.gamma = gamma
         self._decoders = {
@@ -113,6 +115,11 @@ class _Evaluation:
         return PromptLookupProposer(self._target.info.vocab_size, self._gamma)
 
     def decode(self, name: str, prompts: Sequence[Prompt]) -> list[Decoded]:
+        """Decode ``prompts``; greedy texts of the length wanted that were timed need not be decoded again."""
+        timed = {item.prompt.id: item for item in self._timed.get(name, ())}
+        same = self._config.temperature == 0.0 and self._config.timing_new_tokens == self._config.max_new_tokens
+        if same and all(prompt.id in timed for prompt in prompts):
+            return [timed[prompt.id] for prompt in prompts]
         settings = SamplerSettings(self._config.temperature, self._config.seed)
         return decode_prompts(
             self._decoders[name],
@@ -127,20 +134,28 @@ class _Evaluation:
         vocab_size, room = self._target.info.vocab_size, self._config.max_new_tokens
         return replay(plain, self.lookup(), vocab_size, room, self._stop_ids)
 
-    def time(self, prompts: Sequence[Prompt]) -> list[Speed]:
+    def time(self, prompts: Sequence[Prompt]) -> None:
+        """Let every decoder run on some of ``prompts``, one beside the other, and keep what came out."""
         chosen = spread(prompts, self._config.timing_prompts)
         if not chosen:
-            return []
-        return measure(
+            return
+        runs = measure(
             self._decoders,
             chosen,
             self._config.timing_new_tokens,
             SamplerSettings(self._config.temperature, self._config.seed),
             self._stop_ids,
             threads=self._config.threads,
-            resamples=self._config.bootstrap,
-            seed=self._config.seed,
         )
+        for name, generations in runs.items():
+            self._timed[name] = [Decoded(p, g) for p, g in zip(chosen, generations, strict=True)]
+
+    def speed(self) -> list[Speed]:
+        """Return how fast each decoder was."""
+        if not self._timed:
+            return []
+        runs = {name: [item.generation for item in timed] for name, timed in self._timed.items()}
+        return compare(runs, resamples=self._config.bootstrap, seed=self._config.seed)
 
     def answer(self, plain: Decoded, speculative: Decoded) -> Answer:
         def text(tokens: list[int]) -> str:

@@ -67,10 +67,8 @@ def measure(
     stop_ids: Collection[int] = (),
     *,
     threads: int = 1,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> list[Speed]:
-    """Time every decoder on every prompt; ``decoders`` must hold ``plain``, the one the others are compared with."""
+) -> dict[str, list[Generation]]:
+    """Run every decoder on every prompt, timed; ``decoders`` must hold ``plain``, that all are compared with."""
     settings = settings or SamplerSettings()
     names = list(decoders)
     runs: dict[str, list[Generation]] = {name: [] for name in names}
@@ -80,8 +78,13 @@ def measure(
         for index, prompt in enumerate(progress(prompts, len(prompts), "time")):
             for name in names[index % len(names) :] + names[: index % len(names)]:
                 runs[name].append(decoders[name].generate(prompt.ids, max_new_tokens, settings, stop_ids))
-    draws = resample(len(prompts), resamples, seed)
-    return [_speed(name, runs[name], runs[BASELINE], draws) for name in names]
+    return runs
+
+
+def compare(runs: Mapping[str, list[Generation]], *, resamples: int = 2000, seed: int = 0) -> list[Speed]:
+    """Return the speed of each decoder that ``measure`` ran."""
+    draws = resample(len(runs[BASELINE]), resamples, seed)
+    return [_speed(name, timed, runs[BASELINE], draws) for name, timed in runs.items()]
 
 
 def _speed(name: str, runs: list[Generation], baseline: list[Generation], draws: torch.Tensor) -> Speed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from deepspec.config.schema import EvaluateConfig
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.errors import ConfigError
+from deepspec.evaluation import run
 from deepspec.evaluation.acceptance import (
     Decoded,
     Prompt,
@@ -28,7 +30,7 @@ from deepspec.evaluation.lossless import compare_greedy
 from deepspec.evaluation.replay import replay
 from deepspec.evaluation.report import markdown, page, write_report
 from deepspec.evaluation.run import Answer, Scores, score, spread
-from deepspec.evaluation.speed import measure
+from deepspec.evaluation.speed import compare, measure
 from deepspec.evaluation.table import side_by_side
 from deepspec.inference.decoder import Generation, Round, SpeculativeDecoder
 from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer
@@ -139,7 +141,8 @@ def test_speed_compares_pairs() -> None:
         "prompt lookup": SpeculativeDecoder(target, PromptLookupProposer(6, 4)),
     }
     threads = torch.get_num_threads()
-    speeds = measure(decoders, [Prompt(str(i), "chat", [0, 1, 2, 3, 4, 5, 0]) for i in range(3)], 30, resamples=50)
+    prompts = [Prompt(str(i), "chat", [0, 1, 2, 3, 4, 5, 0]) for i in range(3)]
+    speeds = compare(measure(decoders, prompts, 30), resamples=50)
     assert torch.get_num_threads() == threads
     assert [s.name for s in speeds] == ["plain", "prompt lookup"]
     assert (speeds[0].ratio.value, speeds[0].accepted_length) == (1.0, 1.0)
@@ -167,6 +170,21 @@ def test_everything_is_scored(scored: tuple[Target, DSparkDrafter, Scores]) -> N
     assert scores.lossless.prompts == 6
     assert [s.name for s in scores.speed] == ["plain", "prompt lookup", "speculative"]
     assert 1.0 <= scores.expected_length <= 4.0
+
+
+def test_timed_texts_are_not_decoded_again(
+    scored: tuple[Target, DSparkDrafter, Scores], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy texts of equal length and the same prompts: the figures are those of an evaluation that times nothing."""
+    target, drafter, _ = scored
+    prompts = [Prompt(f"p{i}", "chat", [5 + i, 6, 7, 5 + i]) for i in range(3)]
+    apart = EvaluateConfig(max_new_tokens=8, timing_prompts=0, bootstrap=50)
+    together = replace(apart, timing_prompts=3, timing_new_tokens=8)
+    expected = score(target, drafter, prompts, apart, {2})
+    monkeypatch.setattr(run, "decode_prompts", lambda *a, **k: pytest.fail("decoded again"))
+    found = score(target, drafter, prompts, together, {2})
+    for field in ("acceptance", "lookup", "gain", "expected_length", "lossless"):
+        assert getattr(found, field) == getattr(expected, field), field
 
 
 def test_sampling_has_no_lossless_check(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
