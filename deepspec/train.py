@@ -9,10 +9,7 @@ from deepspec.config.cli import hydra_command
 
 if TYPE_CHECKING:
     from deepspec.config.schema import RunConfig
-    from deepspec.contracts import TargetInfo
-    from deepspec.drafters.base import Drafter
     from deepspec.engine.distributed import Ranks
-    from deepspec.engine.inputs import Inputs
 
 
 @hydra_command("config")
@@ -39,7 +36,7 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     from deepspec.config.resolve import save_config, to_plain
     from deepspec.engine.build import build_trainer
     from deepspec.engine.inputs import read_inputs
-    from deepspec.engine.start import start_weights
+    from deepspec.engine.start import choose_vocabulary, start_weights
     from deepspec.features.online import OnlineFeatures, RememberingFeatures
     from deepspec.targets.load import layer_ids, load_target
 
@@ -65,19 +62,6 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
         start=lambda: start_weights(cfg, drafter, target, inputs, features, ranks),
         plain_config=to_plain(cfg),
     ).run()
-
-
-def choose_vocabulary(cfg: RunConfig, drafter: Drafter, info: TargetInfo, inputs: Inputs) -> None:
-    """Choose the tokens of a reduced draft vocabulary, the same on every rank; a checkpoint's take their place."""
-    from deepspec.data.vocabulary import choose_tokens
-    from deepspec.log import get_logger
-
-    size = getattr(cfg.drafter, "draft_vocab_size", None)
-    if size is None:
-        return
-    chosen = choose_tokens(inputs.samples, size, info.vocab_size, always=info.eos_token_ids)
-    drafter.set_vocabulary(chosen.ids)
-    get_logger(__name__).info("%s", chosen.line(info.vocab_size))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""The weights that a drafter starts with, where they come from its target."""
+"""What a drafter starts with: the tokens it can propose, and the weights that come from its target."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deepspec.data.vocabulary import choose_tokens
 from deepspec.log import get_logger, progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from deepspec.config.schema import RunConfig
-    from deepspec.contracts import Batch, Features
+    from deepspec.contracts import Batch, Features, TargetInfo
     from deepspec.drafters.base import Drafter
     from deepspec.engine.distributed import Ranks
     from deepspec.engine.inputs import Inputs
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 MAX_POSITIONS = 2**16  # their features are held in memory together
+
+
+def choose_vocabulary(cfg: RunConfig, drafter: Drafter, info: TargetInfo, inputs: Inputs) -> None:
+    """Choose the tokens of a reduced draft vocabulary, the same on every rank; a checkpoint's take their place."""
+    size = getattr(cfg.drafter, "draft_vocab_size", None)
+    if size is None:
+        return
+    chosen = choose_tokens(inputs.samples, size, info.vocab_size, always=info.eos_token_ids)
+    drafter.set_vocabulary(chosen.ids)
+    log.info("%s", chosen.line(info.vocab_size))
 
 
 def start_weights(

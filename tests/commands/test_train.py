@@ -75,6 +75,7 @@ def test_a_reduced_vocabulary_is_chosen_from_the_data(folder: Path, arguments: l
     assert "draft vocabulary: 20 of 97 tokens" in "".join(p.read_text() for p in (run / "logs").iterdir())
 
 
+@pytest.mark.slow
 def test_a_fitted_start_is_made_once(folder: Path, arguments: list[str]) -> None:
     """The fit's features serve the first steps again; a run that goes on neither fits again nor ends elsewhere."""
     fitted = ("drafter.init=fitted", "drafter.num_layers=2", "drafter.fit_samples=8", "train.save_every=2")

@@ -45,7 +45,8 @@ SHARPNESS = 60.0  # largest score of a head
 BLUNTEST = 0.1  # share of it that the bluntest head of a group has
 PROJECTION_RMS = 0.05  # of query and key weights, whose lengths the head norms take away
 OPEN_GATE = 4.0
-RIDGE = 0.02  # times the mean square of each input
+RIDGE = 0.2  # times the mean square of each input; a tenth of it left weights that INT8 could not hold
+GATE_RIDGE = 1.0  # the direction of a gate leans on many channels, which can be rounded
 MARKOV_RIDGE = 0.1
 HEAD_ROWS = 2**14  # rows of the head that stand for all of them in the metric
 
@@ -221,7 +222,7 @@ class _LayerFit:
         """
         mlp, width, inner = self.layer.mlp, self.width, self.layer.mlp.gate_proj.out_features
         scale = 1.0 / torch.cat((first, others)).square().mean().sqrt()
-        side = _separate(first, others) * OPEN_GATE if len(others) else _separate(first) * OPEN_GATE
+        side = _separate(first, others, ridge=GATE_RIDGE) * OPEN_GATE
         rotation = torch.linalg.qr(torch.randn(width, width, device=self.device)).Q
         paired = min(inner, 2 * width)
         mlp.gate_proj.weight.zero_()
@@ -252,13 +253,13 @@ def _fit_markov(drafter: DSparkDrafter, markov: MarkovHead, examples: Sequence[E
     markov.markov_w2.weight.copy_(_widen(rows @ outputs * head.logit_scale, rank))
 
 
-def _separate(positive: Tensor, *negative: Tensor) -> Tensor:
+def _separate(positive: Tensor, *negative: Tensor, ridge: float = 1e-3) -> Tensor:
     """Return w [D] with w x near 1 for rows of ``positive`` and near -1 for the others; each group weighs the same."""
     fit = LeastSquares(positive.shape[1], 1, positive.device)
     for rows, sign in ((positive, 1.0), *((rows, -1.0) for rows in negative if len(rows))):
         ones = torch.ones(len(rows), 1, device=rows.device)
         fit.add(rows.float(), sign * ones, ones[:, 0] / len(rows))
-    return fit.solve(1e-3)[:, 0]
+    return fit.solve(ridge)[:, 0]
 
 
 def _directions(frequencies: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,8 @@ def test_the_first_layer_says_the_wanted_state(kv_heads: int, intermediate: int)
     drafter, unseen = target.drafter(), target.examples(6, first_seed=100)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
     assert len(drafter.fit(target.examples(40))) == 2
-    assert _left(drafter, unseen, slot=0) < (0.75 if kv_heads == 1 else 0.6)  # one group cannot look at both
+    narrow = kv_heads == 1 or intermediate < WIDTH  # one group cannot look at both; half the rank in the MLP
+    assert _left(drafter, unseen, slot=0) < (0.8 if narrow else 0.65)
     assert _left(drafter, unseen, slot=3) < 1.15  # beyond reach, and not made worse than its mean
     changed = {name for name, value in drafter.state_dict().items() if not value.equal(before[name])}
     assert all(name.startswith(("layers.0.", "markov_head.")) for name in changed), changed
