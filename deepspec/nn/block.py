@@ -86,13 +86,18 @@ class ContextAttention(nn.Module):
             torch.cat((context_rotation[1], rotation[1]), dim=-2),
         )
         keys, values = self.keys_values(joint, both)
-        return attend(self.queries(x, rotation), keys, values, mask, backend=backend).transpose(1, 2).flatten(2)
+        return _joined(attend(self.queries(x, rotation), keys, values, mask, backend=backend))
 
     def output(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, backend: AttentionBackend
     ) -> Tensor:
         """Attend and project back to [B, n, D]."""
-        return self.o_proj(attend(queries, keys, values, mask, backend=backend).transpose(1, 2).flatten(2))
+        return self.o_proj(_joined(attend(queries, keys, values, mask, backend=backend)))
+
+
+def _joined(heads: Tensor) -> Tensor:
+    """Map heads [B, H, n, Dh] to [B, n, H*Dh]."""
+    return heads.transpose(1, 2).flatten(2)
 
 
 class SwiGLU(nn.Module):

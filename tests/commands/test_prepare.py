@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,6 @@ def files(tmp_path: Path) -> Path:
     other = (("user", "count the trees"), ("assistant", "one two three"))
     write_conversations(tmp_path / "test.jsonl", [Conversation("code/c/1", other, "code", "stop")])
     return tmp_path
-
-
-@pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    """Take the program's log handlers away again: they write to this test's streams."""
-    root = logging.getLogger()
-    before = list(root.handlers), root.level
-    yield
-    root.handlers[:], root.level = before[0], before[1]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 The layers behind it are the target's last ones (``initialise.py``), which read the state that the target has a few
 layers before its end. So the first layer has one job: to say that state for each slot, from the target's states up to
 the anchor and from the anchor's token. Gradient descent needs thousands of samples to find that out; as a chain of
-linear problems it takes a hundred samples and some seconds:
+linear problems it takes a few hundred samples and less than a minute:
 
 1. Queries and keys are placed by hand. Head norms take their lengths away, so one direction for every query, one sign
    for the context's keys and the other for the block's own make a head that looks at the context and not at the block.
@@ -55,7 +55,7 @@ HEAD_ROWS = 2**14  # rows of the head that stand for all of them in the metric
 def fit_first_layer(drafter: DSparkDrafter, examples: Sequence[Example]) -> list[str]:
     """Fit the first layer and the Markov head of a drafter whose other layers are the target's last ones.
 
-    ``examples`` are batches with the target's features; a hundred samples are enough. Returns a line for each part.
+    ``examples`` are batches with the target's features; a few hundred samples are enough. Returns a line for each part.
     """
     _LayerFit(drafter, examples).run()
     lines = [f"layers.0 fitted to the target's layer {drafter.conventions.target_layer_ids[-1]}"]
