@@ -37,7 +37,7 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     from deepspec.engine.build import build_trainer
     from deepspec.engine.inputs import read_inputs
     from deepspec.engine.start import choose_vocabulary, start_weights
-    from deepspec.features.online import OnlineFeatures, RememberingFeatures
+    from deepspec.features.online import FeatureSource, OnlineFeatures, RememberedFeatures
     from deepspec.targets.load import layer_ids, load_target
 
     if ranks.is_first:
@@ -50,7 +50,9 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     drafter.bind(target.head)
     inputs = read_inputs(cfg, target, ranks)
     choose_vocabulary(cfg, drafter, target.info, inputs)
-    features = RememberingFeatures(OnlineFeatures(target, taps))
+    features: FeatureSource = OnlineFeatures(target, taps)
+    if cfg.features.memory_gib > 0:
+        features = RememberedFeatures(features, int(cfg.features.memory_gib * 2**30))
     build_trainer(
         cfg,
         run=run,

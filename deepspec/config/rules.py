@@ -66,10 +66,10 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "seed", "show", "target.mask_token_id", "generate.temperature", "generate.seed", "optim.lr", "optim.muon_lr",
-    "optim.eps", "optim.weight_decay", "optim.clip_norm", "evaluate.temperature", "evaluate.timing_prompts",
-    "evaluate.seed", "export.verify_prompts", "export.max_length_change", "plan.tflops",
+    "features.memory_gib", "optim.eps", "optim.weight_decay", "optim.clip_norm", "evaluate.temperature",
+    "evaluate.timing_prompts", "evaluate.seed", "export.verify_prompts", "export.max_length_change", "plan.tflops",
 )  # fmt: skip
-_SHARES = ("optim.warmup_ratio", "optim.min_lr_ratio")
+_SHARES = ("optim.warmup_ratio", "optim.min_lr_ratio", "evaluate.confidence_threshold")
 
 
 def _read(run: RunConfig, path: str) -> Any:

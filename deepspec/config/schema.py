@@ -77,6 +77,7 @@ class FeaturesConfig:
     """Where the target's hidden states come from (group ``features``)."""
 
     source: Literal["online"] = key("online runs the frozen target on each micro-batch", "online")
+    memory_gib: float = key("GiB of features that each rank keeps in memory for later epochs; 0 keeps none", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +149,9 @@ class EvaluateConfig:
     gamma: int | None = key("Drafted tokens per round; null is the drafter's own", None)
     timing_prompts: int = key("Prompts that are timed, plain, prompt lookup and speculative; 0 times nothing", 15)
     timing_new_tokens: int = key("Tokens of each timed answer", 64)
+    confidence_threshold: float | None = key(
+        "Time also blocks that end before the first slot whose confidence is lower; null does not", None
+    )
     threads: int = key("CPU threads while timing", 1)
     bootstrap: int = key("Resamples for the confidence intervals", 2000)
     check_lossless: bool = key("Decode plainly too and compare token for token (greedy, fp32)", True)

@@ -29,8 +29,8 @@ class Inputs:
     """Training batches from any step on, the samples they are made of, and the validation batches of one pass."""
 
     batches: Callable[[int], Iterable[tuple[int, Sequence[Batch]]]]
-    all_batches: Callable[[], Iterator[Batch]]
-    """The micro-batches of all ranks from the first step on, the same however many ranks there are."""
+    dense_batches: Callable[[], Iterator[Batch]]
+    """The micro-batches of all ranks from the first step on, with an anchor wherever one can sit."""
     total_steps: int
     steps_per_epoch: int
     samples: SampleSet
@@ -51,8 +51,8 @@ def read_inputs(cfg: RunConfig, target: Target, ranks: Ranks) -> Inputs:
         answered = store.file(path, cfg.data.limit)
         return ranks.first_then_all(lambda: prepare_samples(answered, renderer, cache, limit=cfg.data.limit))
 
-    def maker(split: SampleSet) -> BatchMaker:
-        return BatchMaker(split, seed=cfg.seed, anchors_per_sample=cfg.data.anchors_per_sample)
+    def maker(split: SampleSet, anchors: int = cfg.data.anchors_per_sample) -> BatchMaker:
+        return BatchMaker(split, seed=cfg.seed, anchors_per_sample=anchors)
 
     micro, total, world = cfg.engine.micro_batch_size, cfg.engine.global_batch_size, ranks.world_size
     train = samples(cfg.data.train)
@@ -65,14 +65,14 @@ def read_inputs(cfg: RunConfig, target: Target, ranks: Ranks) -> Inputs:
         parts = validation_batches(held_out.lengths, micro_batch_size=micro, world_size=world, rank=ranks.rank)
         validation = partial(map, maker(held_out), parts)
 
-    def all_batches() -> Iterator[Batch]:
+    def dense_batches() -> Iterator[Batch]:
         whole = BatchPlan(train.lengths, global_batch_size=total, micro_batch_size=micro, seed=cfg.seed)
-        for step in range(steps):
-            yield from map(maker(train), whole.micro_batches(step))
+        for step in range(min(steps, plan.num_steps(1))):
+            yield from map(maker(train, cfg.data.max_length), whole.micro_batches(step))
 
     return Inputs(
         batches=lambda start: batches(start=start),
-        all_batches=all_batches,
+        dense_batches=dense_batches,
         total_steps=steps,
         steps_per_epoch=plan.num_steps(1),
         samples=train,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from deepspec.drafters.base import Drafter
     from deepspec.engine.distributed import Ranks
     from deepspec.engine.inputs import Inputs
-    from deepspec.features.online import RememberingFeatures
+    from deepspec.features.online import FeatureSource
     from deepspec.targets.target import Target
 
 log = get_logger(__name__)
@@ -34,7 +34,7 @@ def choose_vocabulary(cfg: RunConfig, drafter: Drafter, info: TargetInfo, inputs
 
 
 def start_weights(
-    cfg: RunConfig, drafter: Drafter, target: Target, inputs: Inputs, features: RememberingFeatures, ranks: Ranks
+    cfg: RunConfig, drafter: Drafter, target: Target, inputs: Inputs, features: FeatureSource, ranks: Ranks
 ) -> None:
     """Give the drafter the weights that ``drafter.init`` asks for; every rank ends up with the first one's."""
     init = getattr(cfg.drafter, "init", "random")
@@ -50,16 +50,12 @@ def start_weights(
         log.info("%s", line)
 
 
-def _examples(
-    cfg: RunConfig, inputs: Inputs, features: RememberingFeatures, ranks: Ranks
-) -> list[tuple[Batch, Features]]:
-    """Return the first batches of the training run with their features, which a single rank need not compute again."""
+def _examples(cfg: RunConfig, inputs: Inputs, features: FeatureSource, ranks: Ranks) -> list[tuple[Batch, Features]]:
+    """Return the first samples of the training run, anchors at every token of theirs, with their features."""
     wanted = getattr(cfg.drafter, "fit_samples", 0)
-    batches = list(_first(inputs.all_batches(), wanted))
+    batches = [batch.to(ranks.device) for batch in _first(inputs.dense_batches(), wanted)]
     log.info("fitting the first layer to %d samples", sum(len(batch.sample_ids) for batch in batches))
-    recall = features.remember if ranks.world_size == 1 else features
-    moved = [batch.to(ranks.device) for batch in batches]
-    return [(batch, recall(batch)) for batch in progress(moved, len(moved), "features for the fit")]
+    return [(batch, features(batch)) for batch in progress(batches, len(batches), "features for the fit")]
 
 
 def _first(batches: Iterator[Batch], wanted: int) -> Iterator[Batch]:

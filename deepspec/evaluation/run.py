@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deepspec.drafters.base import Drafter
     from deepspec.targets.target import Target
 
-LOOKUP, SPECULATIVE = "prompt lookup", "speculative"
+LOOKUP, SPECULATIVE, CONFIDENT = "prompt lookup", "speculative", "speculative, confident"
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def score(
 
     Raises:
         ConfigError: there is no prompt, or ``evaluate.gamma`` is more than the drafter was trained for.
+        UserError: ``evaluate.confidence_threshold`` is set, but the drafter has no confidence head.
     """
     if not prompts:
         raise ConfigError("data.test holds no prompt that could be scored")
@@ -96,20 +97,23 @@ def score(
 
 
 class _Evaluation:
-    """The three decoders of one evaluation."""
+    """The decoders of one evaluation."""
 
     def __init__(
         self, target: Target, drafter: Drafter, config: EvaluateConfig, stop_ids: Collection[int], gamma: int
     ) -> None:
         self._target, self._config, self._stop_ids, self._gamma = target, config, stop_ids, gamma
         self._timed: dict[str, list[Decoded]] = {}
-        proposer = DrafterProposer(drafter)
-        proposer.gamma = gamma
+        thresholds = {SPECULATIVE: None, CONFIDENT: config.confidence_threshold}
         self._decoders = {
             BASELINE: SpeculativeDecoder(target, PlainProposer()),
             LOOKUP: SpeculativeDecoder(target, self.lookup()),
-            SPECULATIVE: SpeculativeDecoder(target, proposer),
         }
+        for name, threshold in thresholds.items():
+            if name == SPECULATIVE or threshold is not None:
+                proposer = DrafterProposer(drafter, threshold)
+                proposer.gamma = gamma
+                self._decoders[name] = SpeculativeDecoder(target, proposer)
 
     def lookup(self) -> PromptLookupProposer:
         return PromptLookupProposer(self._target.info.vocab_size, self._gamma)

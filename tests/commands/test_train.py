@@ -77,8 +77,9 @@ def test_a_reduced_vocabulary_is_chosen_from_the_data(folder: Path, arguments: l
 
 @pytest.mark.slow
 def test_a_fitted_start_is_made_once(folder: Path, arguments: list[str]) -> None:
-    """The fit's features serve the first steps again; a run that goes on neither fits again nor ends elsewhere."""
-    fitted = ("drafter.init=fitted", "drafter.num_layers=2", "drafter.fit_samples=8", "train.save_every=2")
+    """A run that goes on neither fits again nor ends elsewhere, though other samples are in its memory."""
+    fit = ("drafter.init=fitted", "drafter.num_layers=2", "drafter.fit_samples=8")
+    fitted = (*fit, "features.memory_gib=1", "data.limit=8", "train.epochs=4", "train.save_every=2")
     whole, resumed = folder / "fitted", folder / "fitted-resumed"
     assert train(arguments, *fitted, f"paths.run={whole}", "train.max_steps=4") == 0
     assert "fitting the first layer to 8 samples" in "".join(p.read_text() for p in (whole / "logs").iterdir())

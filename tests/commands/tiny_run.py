@@ -55,5 +55,7 @@ def overrides(folder: Path, *, samples: int = 24) -> list[str]:
         f"paths.cache={folder / 'cache'}",
         f"paths.run={folder / 'run'}",
         "train.log_every=2",
+        "train.epochs=1",
         "train.max_steps=8",
+        "features.memory_gib=0",
     ]

@@ -187,6 +187,17 @@ def test_timed_texts_are_not_decoded_again(
         assert getattr(found, field) == getattr(expected, field), field
 
 
+def test_confident_blocks_are_timed_beside_whole_ones(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
+    """Nothing is drafted at a threshold of 1, so the text comes from the target alone, a token a pass."""
+    target, drafter, _ = scored
+    config = EvaluateConfig(max_new_tokens=8, timing_prompts=1, timing_new_tokens=6, bootstrap=10)
+    prompts = [Prompt("a", "chat", [5, 9, 7])]
+    sure = score(target, drafter, prompts, replace(config, confidence_threshold=1.0), {2})
+    assert [s.name for s in sure.speed] == ["plain", "prompt lookup", "speculative", "speculative, confident"]
+    assert sure.speed[-1].accepted_length == 1.0
+    assert sure.acceptance == score(target, drafter, prompts, config, {2}).acceptance
+
+
 def test_sampling_has_no_lossless_check(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
     target, drafter, _ = scored
     config = EvaluateConfig(max_new_tokens=6, timing_prompts=0, bootstrap=10, temperature=1.0, gamma=2)

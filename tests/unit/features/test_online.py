@@ -2,42 +2,78 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
-from deepspec.contracts import Batch, Features
-from deepspec.features.online import RememberingFeatures
+from deepspec.contracts import Batch, Features, Sample
+from deepspec.data.collate import collate
+from deepspec.errors import ConfigError
+from deepspec.features.online import OnlineFeatures, RememberedFeatures
+from tests.helpers import tiny_target
 from tests.unit.drafters.small import row
 
 
 class Counting:
-    """Counts how often it is asked."""
+    """Says of each token its id, and counts the rows it is asked about."""
 
     def __init__(self) -> None:
         self.asked = 0
 
     def __call__(self, batch: Batch) -> Features:
-        self.asked += 1
+        self.asked += batch.input_ids.shape[0]
         hidden = batch.input_ids[..., None].float()
         return Features(hidden, hidden)
 
 
-def test_remembered_features_are_handed_out_once() -> None:
+def batch_of(**lengths: int) -> Batch:
+    """One row a sample, padded on the right; each sample's tokens begin with a number of its own."""
+    samples = [
+        Sample(name, tuple(range(ord(name) - 90, ord(name) - 90 + length)), (True,) * length)
+        for name, length in lengths.items()
+    ]
+    return collate(samples, [[1]] * len(samples), 0)
+
+
+def test_a_sample_is_computed_once() -> None:
     source = Counting()
-    features = RememberingFeatures(source)
-    batch = replace(row(8, [3])[0], sample_ids=("a",))
-    first = features.remember(batch)
-    assert features(batch) is first
-    assert source.asked == 1
-    torch.testing.assert_close(features(batch).hidden, first.hidden)
+    features = RememberedFeatures(source, max_bytes=2**20)
+    features(batch_of(a=5, b=8))
     assert source.asked == 2
+    again = batch_of(b=8, c=3)
+    assert features(again).hidden[..., 0].tolist() == again.input_ids.tolist()  # padding has id 0
+    assert source.asked == 3
+
+
+def test_what_finds_no_room_is_computed_again() -> None:
+    source = Counting()
+    features = RememberedFeatures(source, max_bytes=5 * 2 * 4)
+    for _ in range(2):
+        features(batch_of(a=5, b=8))
+    assert source.asked == 3
 
 
 def test_other_tokens_under_the_same_name_are_not_mistaken() -> None:
-    source = Counting()
-    features = RememberingFeatures(source)
-    batch = replace(row(8, [3])[0], sample_ids=("a",))
-    features.remember(batch)
+    features = RememberedFeatures(Counting(), max_bytes=2**20)
+    features(batch_of(a=5))
+    batch = batch_of(a=5)
     other = replace(batch, input_ids=batch.input_ids + 1)
-    torch.testing.assert_close(features(other).hidden, other.input_ids[..., None].float())
-    wider = replace(row(9, [3])[0], sample_ids=("a",))
-    assert features(wider).hidden.shape[1] == 9
+    assert features(other).hidden[0, :5, 0].tolist() == other.input_ids[0, :5].tolist()
+    longer = batch_of(a=6)
+    assert features(longer).hidden[0, :6, 0].tolist() == longer.input_ids[0, :6].tolist()
+
+
+def test_the_same_bits_whatever_batch_a_sample_comes_in() -> None:
+    target = tiny_target("llama")
+
+    def said(*batches: Batch) -> torch.Tensor:
+        features = RememberedFeatures(OnlineFeatures(target, (0, 1)), max_bytes=2**30)
+        return [features(batch) for batch in batches][-1].hidden[0, :5]
+
+    assert said(batch_of(a=5, b=30)).equal(said(batch_of(a=5)))
+    assert said(batch_of(a=5, b=30)).equal(said(batch_of(b=30, a=5), batch_of(a=5, c=7)))
+
+
+def test_rows_of_several_samples_are_refused() -> None:
+    packed = replace(row(8, [3])[0], sample_ids=("a", "b"))
+    with pytest.raises(ConfigError, match=r"features\.memory_gib=0"):
+        RememberedFeatures(Counting(), max_bytes=1)(packed)
