@@ -31,7 +31,10 @@ class ChosenTokens:
 
 
 def choose_tokens(samples: SampleSet, size: int, vocab_size: int, always: Collection[int] = ()) -> ChosenTokens:
-    """Return the ``size`` most frequent supervised tokens; of equally frequent ones the lower id goes first.
+    """Return the ``size`` most frequent supervised tokens.
+
+    Of equally frequent ones those that come more often in the prompts go first (answers repeat words of their prompts),
+    and then the lower ids, which tokenisers give to more frequent tokens.
 
     Args:
         samples: The training samples.
@@ -49,7 +52,8 @@ def choose_tokens(samples: SampleSet, size: int, vocab_size: int, always: Collec
             f"{vocab_size} tokens, of which its {len(kept)} end-of-turn tokens are always kept"
         )
     counts = torch.bincount(samples.input_ids[samples.loss_mask.bool()], minlength=vocab_size)  # [V]
-    rank = counts.clone()
-    rank[kept] = counts.max() + 1
+    everywhere = torch.bincount(samples.input_ids, minlength=vocab_size)  # [V]
+    rank = counts * (everywhere.max() + 1) + everywhere
+    rank[kept] = rank.max() + 1
     ids = rank.argsort(descending=True, stable=True)[:size].sort().values
     return ChosenTokens(ids, int(counts[ids].sum()) / max(1, int(counts.sum())))

@@ -1,9 +1,9 @@
 """Write train.jsonl, validation.jsonl and test.jsonl, the single-turn prompts that train and test small drafters.
 
 The material lies in families/chat.txt, families/code.txt and families/math.txt. A family is one
-template and the contents of its slots. Prompts that stand alone, each a family of its own, lie in
-families/single_prompts.txt, one a paragraph under the heading `# domain`. The format of the others, line
-by line:
+template and the contents of its slots. Prompts that stand alone, each a family of its own, lie one a
+paragraph under the heading `# domain`: those for training in families/alone.txt, those for testing in
+families/single_prompts.txt. The format of the others, line by line:
 
     % text               a comment
     # name               starts a family; lists before the first family serve every family of the file
@@ -37,19 +37,19 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 DOMAINS = ("chat", "code", "math")
 
-# Families whose prompts are for validation. The single prompts are the test split; all others are for training.
+# Families whose prompts are for validation. families/single_prompts.txt is the test split; all others are for training.
 VALIDATION: dict[str, tuple[str, ...]] = {
     "chat": ("museum-label", "first-day", "tone-swap", "invention-why"),
     "code": ("type-hints", "bash-backup", "explain-exception-text", "js-date-helper"),
     "math": ("two-step-equation", "clock-shift", "marble-bag", "map-scale"),
 }
 
-TRAIN_LIMIT = 10  # prompts a family, at most
+TRAIN_LIMIT = 2  # prompts a family, at most: another task teaches more than the same in other words
 VALIDATION_LIMIT = 10
 FAMILY_MINIMUM = 8
 DOMAIN_MINIMUM = 750
 OPENING_LIMIT = 20  # prompts that may share their first five words
-WORDS = (8, 90)  # the shortest and the longest prompt, in words
+WORDS = (5, 90)  # the shortest and the longest prompt, in words
 SIMILARITY_LIMIT = 0.7  # between prompts of different families
 SAMPLED_PAIRS = 100_000
 
@@ -211,22 +211,22 @@ def expand(family: Family, limit: int) -> list[str]:
         texts[text[0].upper() + text[1:]] = None
         if len(texts) == limit:
             break
-    if len(texts) < FAMILY_MINIMUM:
+    if len(texts) < min(limit, FAMILY_MINIMUM):
         raise ValueError(f"family {family.name}: only {len(texts)} different prompts")
     return list(texts)
 
 
-def read_single_prompts(path: Path) -> list[Prompt]:
-    """Read the prompts that stand alone."""
+def read_single_prompts(path: Path, split: str, name: str) -> list[Prompt]:
+    """Read prompts that stand alone; their families are `name`-0000 and so on."""
     prompts: list[Prompt] = []
-    domain = ""
+    domain, digits = "", 2 if split == "test" else 4
     text = re.sub(r"^% .*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for paragraph in re.split(r"\n{2,}", text.strip()):
         if paragraph.startswith("# "):
             domain = paragraph[2:]
             continue
         number = sum(prompt.domain == domain for prompt in prompts)
-        prompts.append(Prompt(domain, f"single-{number:02d}", 0, "test", paragraph))
+        prompts.append(Prompt(domain, f"{name}-{number:0{digits}d}", 0, split, paragraph))
     return prompts
 
 
@@ -245,7 +245,8 @@ def build() -> list[Prompt]:
             limit = TRAIN_LIMIT if split == "train" else VALIDATION_LIMIT
             for number, text in enumerate(expand(family, limit)):
                 prompts.append(Prompt(domain, family.name, number, split, text))
-    return prompts + read_single_prompts(HERE / "families" / "single_prompts.txt")
+    prompts += read_single_prompts(HERE / "families" / "alone.txt", "train", "alone")
+    return prompts + read_single_prompts(HERE / "families" / "single_prompts.txt", "test", "single")
 
 
 def opening(text: str) -> str:

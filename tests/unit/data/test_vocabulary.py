@@ -27,6 +27,10 @@ def test_of_equally_frequent_tokens_the_lower_ids_are_taken() -> None:
     assert choose_tokens(samples([9, 4, 8, 6]), 3, 10).ids.tolist() == [4, 6, 8]
 
 
+def test_tokens_of_prompts_come_before_those_that_are_nowhere() -> None:
+    assert choose_tokens(samples([7, 7], prompt=(9, 8, 8)), 2, 10).ids.tolist() == [7, 8]
+
+
 def test_the_end_of_turn_tokens_are_always_there() -> None:
     chosen = choose_tokens(samples([7, 7, 3, 3, 5]), 3, 10, always=(9, 2, 99))
     assert chosen.ids.tolist() == [2, 3, 9]  # 3 and 7 are as frequent, 3 is lower
