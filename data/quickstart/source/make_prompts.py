@@ -216,10 +216,10 @@ def expand(family: Family, limit: int) -> list[str]:
     return list(texts)
 
 
-def read_single_prompts(path: Path, split: str, name: str) -> list[Prompt]:
-    """Read prompts that stand alone; their families are `name`-0000 and so on."""
+def read_single_prompts(path: Path, split: str, name: str, digits: int) -> list[Prompt]:
+    """Read prompts that stand alone; their families are `name` and a number of so many digits."""
     prompts: list[Prompt] = []
-    domain, digits = "", 2 if split == "test" else 4
+    domain = ""
     text = re.sub(r"^% .*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for paragraph in re.split(r"\n{2,}", text.strip()):
         if paragraph.startswith("# "):
@@ -245,8 +245,8 @@ def build() -> list[Prompt]:
             limit = TRAIN_LIMIT if split == "train" else VALIDATION_LIMIT
             for number, text in enumerate(expand(family, limit)):
                 prompts.append(Prompt(domain, family.name, number, split, text))
-    prompts += read_single_prompts(HERE / "families" / "alone.txt", "train", "alone")
-    return prompts + read_single_prompts(HERE / "families" / "single_prompts.txt", "test", "single")
+    prompts += read_single_prompts(HERE / "families" / "alone.txt", "train", "alone", 4)
+    return prompts + read_single_prompts(HERE / "families" / "single_prompts.txt", "test", "single", 2)
 
 
 def opening(text: str) -> str:

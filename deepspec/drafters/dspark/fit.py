@@ -16,8 +16,7 @@ linear problems it takes a few hundred samples and about a minute:
 3. Values are the inputs that matter most to what those jobs read: ridge regressions of the wanted state, cut to the
    width of the groups in the metric of the target's logits.
 4. The output projection puts what the heads bring into the directions in which embeddings of anchors say least, so that
-   the MLP can tell both apart. (Adding an estimate of the wanted state instead mixes the two up: the MLP then explained
-   a third less.)
+   the MLP can tell both apart. (Adding an estimate of the wanted state instead mixes the two up.)
 5. Half of the MLP's gates open for slot 0 and half for the other slots, by a channel that the third job drives. Each
    half then is linear but for its spare units: up is a rotation, down a ridge regression of the wanted state.
 6. The Markov head is a ridge regression of the target's last state on the previous token's embedding, cut to its rank.
