@@ -5,8 +5,8 @@ layers before its end. So the first layer has one job: to say that state for eac
 the anchor and from the anchor's token. Gradient descent needs thousands of samples to find that out; as a chain of
 linear problems it takes a few hundred samples and about a minute:
 
-1. ``fc`` writes a short sketch of each position's token into the directions in which the last tap says least. The
-   layers that were copied learn to overlook them.
+1. ``fc`` writes a short sketch of each position's token into the directions in which the tap that it passes on says
+   least. The layers that were copied learn to overlook them.
 2. Queries and keys are placed by hand. Head norms take their lengths away, so a key is the sum of three directions
    that rotation treats differently: one whose product falls with the distance, one that stays as it is and tells the
    block from its context, and slow channels for the sketch. The heads have three jobs, in turn. The first looks at the
@@ -19,7 +19,8 @@ linear problems it takes a few hundred samples and about a minute:
    the MLP can tell both apart. (Adding an estimate of the wanted state instead mixes the two up.)
 5. Half of the MLP's gates open for slot 0 and half for the other slots, by a channel that the third job drives. Each
    half then is linear but for its spare units: up is a rotation, down a ridge regression of the wanted state.
-6. The Markov head is a ridge regression of the target's last state on the previous token's embedding, cut to its rank.
+6. The Markov head is a ridge regression of what the target's last state has and the drafter's has not on the previous
+   token's embedding, cut to its rank. At slot 0 it had better say nothing: the layers know that token.
 
 All of it goes on learning, and nothing of it changes the architecture.
 """
@@ -33,6 +34,7 @@ import torch
 from torch.nn import functional
 
 from deepspec.drafters.dspark import objective
+from deepspec.drafters.dspark.initialise import passed_tap
 from deepspec.drafters.dspark.least_squares import (
     LeastSquares,
     leading_inputs,
@@ -75,6 +77,7 @@ RIDGE = 0.02  # times the mean square of each input
 PLACE_RIDGE = 1e-3  # for directions that are there exactly
 SKETCH_RIDGE = 5e-3
 MARKOV_RIDGE = 0.1
+MARKOV_SILENCE = 4.0  # weight of slot 0 saying nothing, against the other slots saying what they miss
 MARKOV_SHARE = 4  # the Markov head needs one in so many examples
 HEAD_ROWS = 2**14  # rows of the head that stand for all of them in the metric
 
@@ -87,7 +90,7 @@ def fit_first_layer(drafter: DSparkDrafter, examples: Sequence[Example]) -> list
     line for each part.
     """
     _LayerFit(drafter, examples).run()
-    lines = [f"layers.0 fitted to the target's layer {drafter.conventions.target_layer_ids[-1]}"]
+    lines = [f"layers.0 fitted to the target's layer {drafter.conventions.target_layer_ids[passed_tap(drafter)]}"]
     if drafter.markov_head is not None:
         _fit_markov(drafter, drafter.markov_head, examples[::MARKOV_SHARE])
         lines.append("the Markov head fitted to the target's last state")
@@ -102,7 +105,7 @@ class _Rows:
     slots: objective.Rows
     tokens: Tensor  # [n] of the context
     context: Tensor  # [n, D]
-    last_tap: Tensor  # [B*T, D]
+    passed: Tensor  # [B*T, D] the tap that the context passes on
 
     @property
     def state(self) -> Tensor:
@@ -112,7 +115,7 @@ class _Rows:
     @property
     def wanted(self) -> Tensor:
         """The target's state at the slot [R, D]."""
-        return self.last_tap[self.slots.position].float()
+        return self.passed[self.slots.position].float()
 
     @property
     def kinds(self) -> tuple[Tensor, Tensor]:
@@ -126,6 +129,7 @@ class _LayerFit:
     def __init__(self, drafter: DSparkDrafter, examples: Sequence[Example]) -> None:
         self.drafter, self.layer = drafter, drafter.decoder_layers[0]
         self.width, self.device = drafter.fc.out_features, drafter.fc.weight.device
+        self.tap = slice(passed_tap(drafter) * self.width, (passed_tap(drafter) + 1) * self.width)
         self.heads, self.groups = drafter.target.num_attention_heads, drafter.target.num_key_value_heads
         self.head_dim = drafter.target.head_dim
         self.jobs = [head % 3 for head in range(self.heads)]
@@ -150,11 +154,11 @@ class _LayerFit:
         for batch, features in examples:
             real = batch.segment_ids > 0
             hidden = features.hidden[real].float()
-            hidden = hidden * hidden[:, -width:].square().mean(1, keepdim=True).rsqrt()
+            hidden = hidden * hidden[:, self.tap].square().mean(1, keepdim=True).rsqrt()
             fit.add_group(hidden, self.sketches[batch.input_ids[real]])
-        quiet = quiet_directions(fit.moment[-width:, -width:], size)  # [D, s]
+        quiet = quiet_directions(fit.moment[self.tap, self.tap], size)  # [D, s]
         others = torch.eye(width, device=self.device) - quiet @ quiet.t()
-        fc.weight[:, -width:] = others @ fc.weight[:, -width:]
+        fc.weight[:, self.tap] = others @ fc.weight[:, self.tap]
         fc.weight.add_(quiet @ fit.solve(SKETCH_RIDGE).t() * SKETCH_SIZE)
         scale = self.drafter.hidden_norm.weight
         for layer in self.drafter.decoder_layers[1:]:
@@ -168,7 +172,7 @@ class _LayerFit:
             slots=objective.supervised_rows(self.drafter.config, batch),
             tokens=batch.input_ids[real],
             context=arguments.context[real].float(),
-            last_tap=features.hidden[..., -self.width :].flatten(0, 1),
+            passed=features.hidden[..., self.tap].flatten(0, 1),
         )
 
     def _normed(self, rows: _Rows) -> Tensor:
@@ -378,7 +382,9 @@ def _fit_markov(drafter: DSparkDrafter, markov: MarkovHead, examples: Sequence[E
         slots = objective.supervised_rows(drafter.config, batch)
         states = drafter.block_states(batch, features.hidden).flatten(0, 2)[slots.index].float()
         missing = features.last_hidden.flatten(0, 1)[slots.position].float() - states
-        fit.add(head.embed(slots.previous).float(), missing, slots.weight)
+        first = slots.slot == 0
+        missing.masked_fill_(first[:, None], 0.0)
+        fit.add(head.embed(slots.previous).float(), missing, slots.weight * torch.where(first, MARKOV_SILENCE, 1.0))
     before, behind = root(fit.moment), root(_logit_metric(drafter))
     left, size, right = torch.linalg.svd(before.half @ fit.solve(MARKOV_RIDGE) @ behind.half, full_matrices=False)
     rank = markov.markov_w1.embedding_dim

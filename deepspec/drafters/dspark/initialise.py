@@ -1,7 +1,7 @@
 """Start a drafter from its target's own last layers.
 
-The drafter's layers get the weights of the target's last ``num_layers`` layers, and ``fc`` passes the last captured
-layer on, so that the first drafter is those layers reading a state a few layers too early. Three things differ and are
+The drafter's layers get the weights of the target's last ``num_layers`` layers, and ``fc`` passes one captured layer
+on: the one that the first of them reads in the target where it is captured, else the last. Three things differ and are
 folded in:
 
 - One ``hidden_norm`` serves the keys and values of every layer, while each target layer has its own input norm. Both
@@ -56,7 +56,7 @@ def initialise_from(drafter: DSparkDrafter, target_model: nn.Module, *, first: i
         )
     drafter.hidden_norm.weight.copy_(shared)
     lines.append(_copy_final_norm(drafter, parent))
-    lines.append(_pass_last_tap_on(drafter))
+    lines.append(_pass_tap_on(drafter))
     return lines
 
 
@@ -205,12 +205,30 @@ def _copy_final_norm(drafter: DSparkDrafter, parent: nn.Module) -> str:
     return "norm from the target's final norm"
 
 
-def _pass_last_tap_on(drafter: DSparkDrafter) -> str:
-    """Let ``fc`` hand the last captured layer on; the other layers start at zero and are learned."""
-    width = drafter.fc.out_features
+def passed_tap(drafter: DSparkDrafter) -> int:
+    """Return the place among the captured layers of the one that ``fc`` passes on.
+
+    It is the input of the first layer that was copied when all behind ``layers.0`` were, or else the last.
+    """
+    ids = drafter.conventions.target_layer_ids
+    wanted = _read_by_copies(drafter)
+    return ids.index(wanted) if wanted in ids else len(ids) - 1
+
+
+def _read_by_copies(drafter: DSparkDrafter) -> int:
+    """Return the target's layer whose output the copies behind ``layers.0`` start from."""
+    return drafter.target.num_layers - len(drafter.layers)
+
+
+def _pass_tap_on(drafter: DSparkDrafter) -> str:
+    """Let ``fc`` hand one captured layer on; the other layers start at zero and are learned."""
+    width, place = drafter.fc.out_features, passed_tap(drafter)
     drafter.fc.weight.zero_()
-    drafter.fc.weight[:, -width:] = torch.eye(width)
-    return f"fc passes layer {drafter.conventions.target_layer_ids[-1]} on"
+    drafter.fc.weight[:, place * width : (place + 1) * width] = torch.eye(width)
+    passed, wanted = drafter.conventions.target_layer_ids[place], _read_by_copies(drafter)
+    if passed != wanted:
+        return f"fc passes layer {passed} on (better: {wanted}, which is not among target.target_layer_ids)"
+    return f"fc passes layer {passed} on"
 
 
 def _weight(module: nn.Module, name: str) -> Tensor | None:

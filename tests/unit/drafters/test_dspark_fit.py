@@ -23,14 +23,15 @@ Example = tuple[Batch, Features]
 
 
 class Planted:
-    """A target whose last captured state follows from the one before and from the token: x = M x' + B e + mean.
+    """A target whose captured state ``tap`` follows from the one before and from the token: x = M x' + B e + mean.
 
     States and embeddings share a strong mean, as those of language models do, and embeddings of frequent tokens differ
     in few directions.
     """
 
-    def __init__(self, **over: Any) -> None:
+    def __init__(self, tap: int = len(TAPS) - 1, **over: Any) -> None:
         generator = torch.Generator().manual_seed(7)
+        self.tap = slice(tap * WIDTH, (tap + 1) * WIDTH)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
@@ -52,7 +53,7 @@ class Planted:
             state = self.step @ (state - self.mean) + self.token @ self.embedding[token] + self.mean
             states.append(state)
         hidden = features.hidden.clone()
-        hidden[0, :, -WIDTH:] = torch.stack(states)
+        hidden[0, :, self.tap] = torch.stack(states)
         return batch, Features(hidden, torch.stack(states)[None])
 
     def drafter(self, **over: Any) -> DSparkDrafter:
@@ -62,12 +63,12 @@ class Planted:
         drafter.bind(self.head)
         with torch.no_grad():  # as initialise_from leaves it
             drafter.fc.weight.zero_()
-            drafter.fc.weight[:, -WIDTH:] = torch.eye(WIDTH)
+            drafter.fc.weight[:, self.tap] = torch.eye(WIDTH)
         return drafter
 
 
 @torch.no_grad()
-def _left(drafter: DSparkDrafter, examples: list[Example], slot: int) -> float:
+def _left(drafter: DSparkDrafter, examples: list[Example], slot: int, tap: slice = slice(-WIDTH, None)) -> float:
     """Return the mean square of what the first layer misses of the wanted state, over the state's variance."""
     said, wanted = [], []
     for batch, features in examples:
@@ -75,7 +76,7 @@ def _left(drafter: DSparkDrafter, examples: list[Example], slot: int) -> float:
         arguments = drafter.block_arguments(batch, features.hidden)
         states = drafter.decoder_layers[0](*arguments, drafter.attention_backend).flatten(0, 1)[rows.index]
         said.append(states[rows.slot == slot])
-        wanted.append(features.hidden[..., -WIDTH:].flatten(0, 1)[rows.position[rows.slot == slot]])
+        wanted.append(features.hidden[..., tap].flatten(0, 1)[rows.position[rows.slot == slot]])
     target = torch.cat(wanted)
     return float((torch.cat(said) - target).square().sum() / (target - target.mean(0)).square().sum())
 
@@ -140,6 +141,15 @@ def test_the_first_layer_says_the_wanted_state(kv_heads: int, intermediate: int)
     overlooking = {f"layers.1.self_attn.{name}_proj.weight" for name in "kv"}
     assert all(name.startswith(("layers.0.", "markov_head.", "fc.")) for name in changed - overlooking), changed
     assert all(torch.isfinite(value).all() for value in drafter.state_dict().values())
+
+
+def test_the_wanted_state_is_the_one_that_the_copied_layers_read() -> None:
+    """Four layers behind six of the target: the copies start from what its layer 2 says, the second tap."""
+    target = Planted(tap=1)
+    drafter = target.drafter(num_layers=4)
+    lines = drafter.fit(target.examples(40))
+    assert lines[0] == "layers.0 fitted to the target's layer 2"
+    assert _left(drafter, target.examples(6, first_seed=100), slot=0, tap=target.tap) < 0.65
 
 
 @torch.no_grad()

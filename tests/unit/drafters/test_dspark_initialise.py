@@ -64,6 +64,22 @@ def test_every_family_starts_finite_and_says_what_it_took(family: str) -> None:
     assert drafter.markov_head is not None and not drafter.markov_head.markov_w2.weight.any()
 
 
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (2, "fc passes layer 4 on"),
+        (3, "fc passes layer 4 on (better: 3, which is not among target.target_layer_ids)"),
+        (4, "fc passes layer 2 on"),
+    ],
+)
+def test_the_context_is_what_the_copies_read(layers: int, said: str) -> None:
+    drafter = DSparkConfig(num_layers=layers, gamma=5, markov_rank=8).build(target_info(), TAPS, VOCAB - 1)
+    assert drafter.initialise_from(_target("Llama"))[-1] == said
+    place = TAPS.index(int(said.split()[3]))
+    taps = torch.randn(1, 3, len(TAPS), 32)
+    torch.testing.assert_close(drafter.fc(taps.flatten(2)), taps[..., place, :])
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Gemma2", "Gemma3Text", "Granite"])
 def test_values_and_mlp_are_the_targets(family: str) -> None:
     model, drafter, _ = _started(family)
