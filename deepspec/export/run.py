@@ -9,6 +9,7 @@ import torch
 
 from deepspec.export.card import Origin, card_text, report_text
 from deepspec.export.package import native_package, staged, write_checksums, write_package
+from deepspec.export.quantise import balance
 from deepspec.export.sizes import part_sizes
 from deepspec.export.verify import Material, Verification, refuse, verify
 from deepspec.inference.decoder import DecodingTarget
@@ -53,7 +54,7 @@ def export_package(
     """Write the package of a trained fp32 drafter, reload it from disk, verify it, and give it its name.
 
     Args:
-        drafter: The trained drafter, bound to ``target``.
+        drafter: The trained drafter, bound to ``target``; for INT8 its MLPs are balanced in place.
         drafter_config: Its configuration.
         trained_with: The target that it was trained with, as its checkpoint says.
         target: The target at hand; it has to be the same one.
@@ -68,6 +69,8 @@ def export_package(
         VerificationError: The package strays from the drafter; nothing is left under ``out``.
         PackageError: The target is not the one trained with.
     """
+    if profile == "fp16_int8":
+        balance(drafter)
     config, tensors = native_package(drafter, drafter_config, trained_with, profile)
     sizes = part_sizes(drafter.state_dict(), tensors)
     with staged(out) as folder:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepspec.errors import DeepSpecError
-from deepspec.export.quantise import cast, layer_linears, pack, quantise_rows
+from deepspec.export.quantise import balance, cast, layer_linears, pack, quantise_rows
+from deepspec.nn.block import SwiGLU
 from deepspec.nn.int8 import Int8Linear, dequantise, int8_kernel_pays
 from tests.unit.export.tiny import make_drafter, make_target
 
@@ -24,6 +25,29 @@ def test_a_row_of_zeros_stays_zero() -> None:
     values, scale = quantise_rows(torch.zeros(2, 5))
     assert bool((scale > 0).all())
     assert not dequantise(values, scale).any()
+
+
+def test_a_unit_with_large_weights_does_not_coarsen_the_others() -> None:
+    """Some units say little and weigh much; the outputs stay the same, and INT8 gets them right."""
+    torch.manual_seed(0)
+    mlp, x = SwiGLU(32, 48), torch.randn(64, 32)
+    with torch.no_grad():
+        mlp.up_proj.weight[::8] *= 1e-3
+        mlp.down_proj.weight[:, ::8] *= 1e3
+        mlp.down_proj.weight[:, 3] = 0.0
+    want = mlp(x)
+
+    def error() -> float:
+        weight = mlp.down_proj.weight.data
+        mlp.down_proj.weight.data = dequantise(*quantise_rows(weight))
+        off = (mlp(x) - want).norm() / want.norm()
+        mlp.down_proj.weight.data = weight
+        return off.item()
+
+    before = error()
+    balance(mlp)
+    torch.testing.assert_close(mlp(x), want, atol=1e-6, rtol=1e-5)
+    assert error() < 0.02 < 0.2 < before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
