@@ -226,6 +226,10 @@ class EvaluateCommand:
     config: RunConfig = key("The run's config.yaml, overridden by the groups given on the command line")
     package: str | None = key("Package to score in place of the run's newest checkpoint", None)
     out: str | None = key("Folder of the report; null is evaluation in the run folder", None)
+    allow_other_target: bool = key(
+        "Score with another revision of the target than the one trained with: lossless, but fewer tokens are accepted",
+        False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
