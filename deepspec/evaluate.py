@@ -21,6 +21,7 @@ def main(cfg: EvaluateCommand) -> None:
     from deepspec.data.chat import ChatRenderer
     from deepspec.data.prompts import read_prompts
     from deepspec.drafters.files import newest_drafter
+    from deepspec.engine.distributed import choose_device
     from deepspec.errors import ConfigError
     from deepspec.evaluation.report import terminal_text, write_report
     from deepspec.evaluation.run import score
@@ -32,7 +33,7 @@ def main(cfg: EvaluateCommand) -> None:
     run = cfg.config
     if run.data.test is None:
         raise ConfigError("data.test is not set: evaluate decodes the prompts of that file")
-    target = load_target(run.target)
+    target = load_target(run.target, choose_device(run.engine.device, 0))
     renderer = ChatRenderer(
         target.tokenizer,
         run.target.template_options,

@@ -152,7 +152,7 @@ class EvaluateConfig:
     confidence_threshold: float | None = key(
         "Time also blocks that end before the first slot whose confidence is lower; null does not", None
     )
-    threads: int = key("CPU threads while timing", 1)
+    threads: int = key("CPU threads while timing on a CPU", 1)
     bootstrap: int = key("Resamples for the confidence intervals", 2000)
     check_lossless: bool = key("Decode plainly too and compare token for token (greedy, fp32)", True)
     seed: int = key("Seed of sampling and of the bootstrap", 0)

@@ -61,7 +61,8 @@ def write_report(folder: Path, scores: Scores, subject: dict[str, Any]) -> list[
         subject: what was scored: run, target, data and the like.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {**{name: str(value) for name, value in subject.items()}, **provenance()}
+    facts = {name: str(value) for name, value in subject.items()}
+    facts |= {"device": f"{scores.device}, {scores.precision}", **provenance()}
     record = {"format": "deepspec-evaluation", "version": VERSION, "subject": facts, "scores": _plain(asdict(scores))}
     texts = {
         "report.json": json.dumps(record, indent=2, allow_nan=False) + "\n",

@@ -24,6 +24,7 @@ def main(cfg: ExportCommand) -> None:
     from deepspec.data.chat import ChatRenderer
     from deepspec.drafters.files import newest_drafter, read_description, target_info
     from deepspec.drafters.registry import drafter_from_dict
+    from deepspec.engine.distributed import choose_device
     from deepspec.errors import ConfigError
     from deepspec.export.card import Origin
     from deepspec.export.material import read_material
@@ -39,7 +40,7 @@ def main(cfg: ExportCommand) -> None:
     out = Path(settings.out) if settings.out else Path(cfg.run) / f"package-{settings.profile}"
     checkpoint = newest_drafter(Path(cfg.run))
     description = read_description(checkpoint)
-    target = load_target(run.target)
+    target = load_target(run.target, choose_device(run.engine.device, 0))
     accelerate(target)
     drafter = load_checkpoint(checkpoint, target)
     eos = target.info.eos_token_ids

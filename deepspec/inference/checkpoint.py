@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def load_checkpoint(folder: Path, target: BindableTarget, *, allow_other_target: bool = False) -> Drafter:
-    """Load the drafter in ``folder`` in fp32, check ``target`` as packages do, and return it bound, ready to propose.
+    """Load the drafter in ``folder`` in fp32 and return it bound to ``target``, on its device, ready to propose.
+
+    The target is checked as packages check theirs.
 
     Args:
         folder: What training has written: ``drafter.safetensors`` and ``drafter.json``.
@@ -26,6 +28,6 @@ def load_checkpoint(folder: Path, target: BindableTarget, *, allow_other_target:
     """
     trained_with = target_info(read_description(folder), folder)
     check_target(trained_with, target, allow_other_target, what="the checkpoint")
-    drafter = load_drafter(folder)
+    drafter = load_drafter(folder).to(target.head.weight.device)
     drafter.bind(target.head)
     return drafter.eval().requires_grad_(False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspec.evaluate import main
 from tests.helpers import tiny_model, tiny_tokenizer
@@ -83,3 +84,10 @@ def test_another_target_is_refused(evaluate: Run, tmp_path: Path) -> None:
     code, _, err = evaluate(*arguments, "allow_other_target=true")
     assert code == 2
     assert "the checkpoint does not fit this target: model_type is 'qwen3', the checkpoint says 'llama'" in err
+
+
+def test_the_device_is_the_engines(evaluate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = evaluate("engine.device=cuda")
+    assert code == 2
+    assert "engine.device=cuda, but PyTorch finds no CUDA device" in err

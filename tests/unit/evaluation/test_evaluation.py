@@ -6,6 +6,8 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from deepspec.config.schema import EvaluateConfig
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.errors import ConfigError
-from deepspec.evaluation import run
+from deepspec.evaluation import run, speed
 from deepspec.evaluation.acceptance import (
     Decoded,
     Prompt,
@@ -31,12 +33,12 @@ from deepspec.evaluation.replay import replay
 from deepspec.evaluation.report import markdown, page, write_report
 from deepspec.evaluation.run import Answer, Scores, score, spread
 from deepspec.evaluation.speed import compare, measure
-from deepspec.evaluation.table import side_by_side
+from deepspec.evaluation.table import notes, side_by_side
 from deepspec.inference.decoder import Generation, Round, SpeculativeDecoder
 from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer
 from deepspec.inference.sampling import SamplerSettings
 from deepspec.targets.target import Target
-from tests.helpers import MASK_TOKEN_ID, tiny_target
+from tests.helpers import MASK_TOKEN_ID, tiny_model, tiny_target
 from tests.unit.inference.toys import ToyDrafter, ToyTarget
 
 
@@ -150,6 +152,14 @@ def test_speed_compares_pairs() -> None:
     assert len(speeds[1].per_prompt) == 3
 
 
+def test_only_a_cpu_is_pinned_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "pinned", lambda threads: pytest.fail("pinned"))
+    generation = Generation([1, 2], [Round(0, 0, 1, censored=False)], 2.0, 1.0, "length")
+    gpu = SimpleNamespace(target=SimpleNamespace(device=torch.device("cuda")), generate=lambda *arguments: generation)
+    decoders: Any = {"plain": gpu}
+    assert measure(decoders, [Prompt("a", "chat", [0])], 2) == {"plain": [generation]}
+
+
 @pytest.fixture(scope="module")
 def scored() -> tuple[Target, DSparkDrafter, Scores]:
     target = tiny_target()
@@ -205,6 +215,20 @@ def test_sampling_has_no_lossless_check(scored: tuple[Target, DSparkDrafter, Sco
     assert (scores.lossless, scores.speed, scores.lookup, scores.gain) == (None, [], {}, None)
     assert scores.gamma == 2
     assert len(scores.acceptance["chat"].positions) <= 2
+
+
+def test_in_16_bits_texts_are_not_compared_and_the_report_says_so(
+    scored: tuple[Target, DSparkDrafter, Scores],
+) -> None:
+    target = Target(tiny_model().to(torch.bfloat16), scored[0].tokenizer, name="tiny")
+    drafter = DSparkConfig(num_layers=1, gamma=3, markov_rank=4).build(target.info, (0, 2), MASK_TOKEN_ID).eval()
+    drafter.bind(target.head)
+    config = EvaluateConfig(max_new_tokens=6, timing_prompts=0, bootstrap=10)
+    scores = score(target, drafter, [Prompt("a", "chat", [5])], config, {2})
+    assert (scores.lossless, scores.device, scores.precision) == (None, "cpu", "bfloat16")
+    assert scores.lookup
+    assert "not compared with plain decoding: in bfloat16" in "\n".join(notes(scores))
+    assert not any("not compared" in note for note in notes(scored[2]))
 
 
 def test_too_large_a_gamma_and_no_prompts(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
