@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 @hydra_command("evaluate")
 def main(cfg: EvaluateCommand) -> None:
     """Decode the test prompts: accepted length, losslessness, tokens per second, and one sample answer."""
+    from deepspec.checkpoint.store import newest_drafter
     from deepspec.data.chat import ChatRenderer
     from deepspec.data.prompts import read_prompts
-    from deepspec.drafters.files import newest_drafter
     from deepspec.engine.distributed import choose_device
     from deepspec.errors import ConfigError
     from deepspec.evaluation.report import terminal_text, write_report

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 @hydra_command("export")
 def main(cfg: ExportCommand) -> None:
     """Write a verified, quantised inference package from a trained run."""
+    from deepspec.checkpoint.store import newest_drafter
     from deepspec.data.chat import ChatRenderer
-    from deepspec.drafters.files import newest_drafter, read_description, target_info
+    from deepspec.drafters.files import read_description, target_info
     from deepspec.drafters.registry import drafter_from_dict
     from deepspec.engine.distributed import choose_device
     from deepspec.errors import ConfigError
