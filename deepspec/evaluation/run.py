@@ -94,7 +94,7 @@ def score(
         acceptance=by_domain(speculative, config.bootstrap, config.seed),
         lookup=by_domain(lookup, config.bootstrap, config.seed) if lookup else {},
         gain=_gain(speculative, lookup, config) if lookup else None,
-        expected_length=estimate(target, drafter, speculative),
+        expected_length=estimate(target, drafter, speculative, gamma=gamma),
         lossless=compare_greedy(target, plain, speculative) if whole and exact else None,
         speed=evaluation.speed(),
         timing_threads=config.threads,

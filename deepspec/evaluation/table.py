@@ -43,7 +43,8 @@ def _pad(cell: str, width: int, column: int) -> str:
 def notes(scores: Scores) -> list[str]:
     """Return what has to be said beside the tables."""
     said = [
-        f"Expected accepted length when sampling at temperature 1 along the same texts: {scores.expected_length:.2f}",
+        f"Expected accepted length when sampling at temperature 1 along the same texts: {scores.expected_length:.2f}, "
+        "over blocks that the end of a text does not cut",
         "Slot n: share of drafted tokens kept at place n of a block, given that all before were. Accepted length "
         "counts tokens per forward pass of the target; rounds cut by the end of a text count as they are, except in "
         "the column without them, which follows from the slots.",

@@ -91,9 +91,28 @@ def test_the_estimator_is_the_product_of_one_minus_total_variation() -> None:
     text = [2, 4, 1, 5]
     lengths = expected_lengths(target, drafter, [0, 3], text, [0, 2])  # type: ignore[arg-type]
     a, b, c = overlap[2].item(), overlap[4].item(), overlap[1].item()
-    assert lengths[0] == pytest.approx(1 + a + a * b + a * b * c)
-    assert lengths[1] == pytest.approx(1 + overlap[1].item())  # one token is left
-    assert drafter.positions == [0.0, 1.0, 2.0, 3.0]
+    assert lengths == [pytest.approx(1 + a + a * b + a * b * c)]  # behind the second anchor there is a single token
+    shorter = expected_lengths(target, drafter, [0, 3], text, [0, 1, 2], gamma=2)  # type: ignore[arg-type]
+    assert shorter == [pytest.approx(1 + a + a * b), pytest.approx(1 + b + b * c)]
+    assert drafter.positions == [0.0, 1.0, 2.0]
+
+
+def test_the_estimate_is_of_the_gamma_asked_for_and_of_whole_blocks() -> None:
+    """Many short texts: cut blocks among them would pull the estimate down."""
+    target, drafter = _chains()
+    p, q = torch.softmax(target.logits, -1), torch.softmax(drafter.logits, -1)
+    proposer = DrafterProposer(drafter)  # type: ignore[arg-type]
+    prompts = [Prompt(str(i), "chat", [i % 6]) for i in range(20)]
+    runs = decode_prompts(SpeculativeDecoder(target, proposer), prompts, 6, SamplerSettings(1.0, 1), [])
+    overlap = torch.minimum(p, q).sum(-1)
+    expected = []
+    for item in runs:
+        tokens = item.generation.tokens
+        for a in (a for a in round_anchors(item) if a + 2 < len(tokens)):
+            first, second = overlap[tokens[a]].item(), overlap[tokens[a + 1]].item()
+            expected.append(1 + first + first * second)
+    found = estimate(target, drafter, runs, gamma=2)  # type: ignore[arg-type]
+    assert found == pytest.approx(sum(expected) / len(expected))
 
 
 def test_the_estimator_agrees_with_decoding() -> None:
@@ -229,6 +248,22 @@ def test_in_16_bits_texts_are_not_compared_and_the_report_says_so(
     assert scores.lookup
     assert "not compared with plain decoding: in bfloat16" in "\n".join(notes(scores))
     assert not any("not compared" in note for note in notes(scored[2]))
+
+
+def test_the_expected_length_is_that_of_the_gamma_asked_for(
+    scored: tuple[Target, DSparkDrafter, Scores], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter, _ = scored
+    config = EvaluateConfig(max_new_tokens=12, timing_prompts=0, bootstrap=10, gamma=1)
+    seen: list[int | None] = []
+
+    def note(*arguments: object, gamma: int | None = None) -> float:
+        seen.append(gamma)
+        return 1.5
+
+    monkeypatch.setattr(run, "estimate", note)
+    score(target, drafter, [Prompt("a", "chat", [5])], config, {2})
+    assert seen == [1]
 
 
 def test_too_large_a_gamma_and_no_prompts(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
