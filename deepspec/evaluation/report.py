@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import deepspec
 from deepspec.evaluation.table import notes, plain_text, side_by_side, tables
 from deepspec.log import get_logger
 
@@ -38,7 +39,7 @@ def provenance() -> dict[str, str]:
         "machine": f"{platform.system()} {platform.machine()}, {_processor()}",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__).parents[1]),
         "command": shlex.join(getattr(sys, "orig_argv", sys.argv)),
     }
 
@@ -163,10 +164,22 @@ def _processor() -> str:
     return f"{names[0]}, {len(names)} cores" if names else platform.processor()
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+def commit_of(package: Path) -> str:
+    """Return the commit of the repository whose own folder ``package`` is, else the version of DeepSpec.
+
+    An installed package may lie in somebody else's repository, whose commit says nothing about it.
+    """
+    top = _git(package, "rev-parse", "--show-toplevel")
+    own = top is not None and Path(top).resolve() == package.resolve().parent
+    commit = _git(package, "describe", "--always", "--dirty", "--abbrev=12") if own else None
+    return commit or f"none, version {deepspec.__version__}"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import deepspec
 from deepspec.config.schema import EvaluateConfig
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
@@ -30,7 +33,7 @@ from deepspec.evaluation.acceptance import (
 from deepspec.evaluation.estimator import estimate, expected_lengths, round_anchors
 from deepspec.evaluation.lossless import compare_greedy
 from deepspec.evaluation.replay import replay
-from deepspec.evaluation.report import markdown, page, write_report
+from deepspec.evaluation.report import commit_of, markdown, page, write_report
 from deepspec.evaluation.run import Answer, Scores, score, spread
 from deepspec.evaluation.speed import compare, measure
 from deepspec.evaluation.table import notes, side_by_side
@@ -281,6 +284,20 @@ def test_report_files(scored: tuple[Target, DSparkDrafter, Scores], tmp_path: Pa
     assert record["subject"]["command"]
     assert {p.name for p in paths} >= {"report.json", "report.md", "report.html"}
     assert not list((tmp_path / "new").glob("*.part"))
+
+
+def test_the_commit_is_the_packages_own(tmp_path: Path) -> None:
+    """A package in a virtual environment inside a repository is not that repository's code."""
+    own, installed = tmp_path / "deepspec", tmp_path / ".venv" / "lib" / "deepspec"
+    for folder in (own, installed):
+        folder.mkdir(parents=True)
+    version = f"none, version {deepspec.__version__}"
+    assert commit_of(own) == version
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
+    for arguments in (("init", "--quiet"), ("commit", "--quiet", "--allow-empty", "--message=x")):
+        subprocess.run([*git, *arguments], check=True, timeout=60)
+    assert re.fullmatch(r"[0-9a-f]{12}", commit_of(own))
+    assert commit_of(installed) == version
 
 
 def test_text_from_outside_is_escaped(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
