@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deepspec.log import printable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -108,7 +110,7 @@ def _speed(scores: Scores) -> Table:
 
 def side_by_side(left: str, right: str, titles: Sequence[str], width: int = 58) -> str:
     """Set two texts beside each other."""
-    columns = [_wrapped(text, width) for text in (left, right)]
+    columns = [_wrapped(printable(text), width) for text in (left, right)]
     height = max(len(c) for c in columns)
     padded = [c + [""] * (height - len(c)) for c in columns]
     lines = [f"{titles[0]:<{width}} | {titles[1]}", "-" * width + "-+-" + "-" * width]

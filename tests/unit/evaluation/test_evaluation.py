@@ -33,7 +33,7 @@ from deepspec.evaluation.acceptance import (
 from deepspec.evaluation.estimator import estimate, expected_lengths, round_anchors
 from deepspec.evaluation.lossless import compare_greedy
 from deepspec.evaluation.replay import replay
-from deepspec.evaluation.report import commit_of, markdown, page, write_report
+from deepspec.evaluation.report import commit_of, markdown, page, terminal_text, write_report
 from deepspec.evaluation.run import Answer, Scores, score, spread
 from deepspec.evaluation.speed import compare, measure
 from deepspec.evaluation.table import notes, side_by_side
@@ -306,6 +306,21 @@ def test_text_from_outside_is_escaped(scored: tuple[Target, DSparkDrafter, Score
     assert "<script>" not in page(scores, {"data": hostile})
     text = markdown(scores, {"data": hostile})
     assert all(line.startswith("    ") for line in text.splitlines() if "<script>" in line and "\\<" not in line)
+
+
+def test_no_text_becomes_markup_or_steers_a_terminal(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
+    hostile = "![a](b) # [c] !d &lt; \x1b[31m\x9b2J\u202e"
+    scores = Scores(**{**vars(scored[2]), "answer": Answer(hostile, hostile, hostile)})
+    scores.acceptance[hostile] = scores.acceptance["all"]
+    try:
+        texts = [terminal_text(scores), markdown(scores, {"data": hostile}), page(scores, {"data": hostile})]
+    finally:
+        del scores.acceptance[hostile]
+    assert not any(c in text for text in texts for c in "\x1b\x9b\u202e")
+    escaped = "\\!\\[a\\](b) \\# \\[c\\] \\!d \\&lt; \\[31m2J"
+    assert texts[1].count(escaped) == 2  # the fact and the table's row; the answers are code
+    assert texts[1].count("\n    ![a](b) # [c] !d &lt; [31m2J\n") == 3
+    assert "&amp;lt;" in texts[2]
 
 
 def test_without_matplotlib_the_message_names_the_extra(

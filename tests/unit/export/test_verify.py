@@ -171,11 +171,12 @@ def test_anchors_are_supervised_with_a_supervised_successor() -> None:
 
 
 def test_the_card_escapes_what_others_wrote(tmp_path: Path) -> None:
-    origin = Origin(recipe="<script>x</script>", data="a|b\n# heading", step=7, target_path="path")
+    origin = Origin(recipe="<script>x</script>", data="a|b\n# heading", step=7, target_path="a_b c;\x1b[2J")
     export(tmp_path / "package", origin=origin)
     card = (tmp_path / "package" / "card.md").read_text()
     assert "<script>" not in card.replace("\\<", "")
     assert "\n# heading" not in card
+    assert "--target 'a_b c;[2J' --prompt" in card, "code is not escaped, but one word of the shell"
     for words in ("optimiser steps: 7", "accepted length, greedy, 1 prompts", "linears of the layers", "How to load"):
         assert words in card
 
