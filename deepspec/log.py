@@ -54,6 +54,11 @@ def emit(text: str = "") -> None:
     sys.stdout.flush()
 
 
+def printable(text: str) -> str:
+    """Return ``text`` without the control characters that could steer a terminal; lines and tabs stay."""
+    return "".join(c if c in "\n\t" or c.isprintable() else " " * c.isspace() for c in text)
+
+
 def progress(items: Iterable[T], total: int, what: str, every_s: float = 20.0) -> Iterator[T]:
     """Yield ``items`` with a bar on a terminal and a plain line every ``every_s`` seconds elsewhere; rank 0 only."""
     if rank() != 0:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from deepspec.checkpoint.atomic import TEMPORARY_SUFFIX, new_folder, write_json, write_text
+from deepspec.checkpoint.atomic import new_folder, write_json, write_text
 from deepspec.checkpoint.state import Progress, TrainState
-from deepspec.drafters.files import POINTER, TENSORS, read_tensors, save_drafter
+from deepspec.drafters.files import DESCRIPTION, TENSORS, read_tensors, save_drafter
 from deepspec.errors import PackageError, TrainingError
 from deepspec.log import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from deepspec.contracts import TargetInfo
@@ -34,6 +35,7 @@ log = get_logger(__name__)
 
 FORMAT = "deepspec-checkpoint"
 VERSION = 1
+POINTER = "latest"
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 
@@ -103,7 +105,7 @@ class CheckpointStore:
 
     def set_aside(self) -> None:
         """Rename the folder when it holds checkpoints, so that the run starts anew and nothing is lost."""
-        if not self._folders():
+        if not _folders(self.folder):
             return
         number = 1
         while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
@@ -112,15 +114,8 @@ class CheckpointStore:
         log.warning("older checkpoints were moved to %s", aside)
 
     def _prune(self) -> None:
-        for folder in self._folders()[max(1, self._keep) :]:
+        for folder in _folders(self.folder)[max(1, self._keep) :]:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _folders(self) -> list[Path]:
-        """Return the checkpoint folders, newest first; temporary ones are not among them."""
-        if not self.folder.exists():
-            return []
-        found = [p for p in self.folder.glob("step-*") if p.is_dir() and not p.name.endswith(TEMPORARY_SUFFIX)]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
 
     def newest(self) -> str | None:
         """Return the name of the newest whole checkpoint, None when there is none.
@@ -128,18 +123,8 @@ class CheckpointStore:
         Raises:
             PackageError: there are checkpoints, and every one of them is damaged.
         """
-        folders = self._folders()
-        for position, folder in enumerate(folders):
-            try:
-                _check(folder)
-            except PackageError as error:
-                before = folders[position + 1].name if position + 1 < len(folders) else "none is left"
-                log.warning("checkpoint %s is damaged (%s); falling back to the one before: %s", folder, error, before)
-                continue
-            return folder.name
-        if folders:
-            raise PackageError(f"every checkpoint in {self.folder} is damaged; start anew with train.resume=false")
-        return None
+        found = _newest_whole(self.folder)
+        return None if found is None else found.name
 
     def load(self, name: str) -> Checkpoint:
         """Read the checkpoint ``name``."""
@@ -158,20 +143,67 @@ class CheckpointStore:
         return Checkpoint(folder, state, Progress(**description["progress"]), dict(description["fingerprints"]))
 
 
+def newest_drafter(run: Path) -> Path:
+    """Return the folder of a run's newest whole drafter, or ``run`` itself when it holds the pair of files.
+
+    As in resuming, an older checkpoint takes the place of a damaged one, with a warning.
+
+    Raises:
+        PackageError: there is no checkpoint, or none whose drafter is whole.
+    """
+    if (run / DESCRIPTION).exists():
+        if (run / STATE).exists():  # a checkpoint named by itself has no other to take its place
+            try:
+                _check(run, (TENSORS, DESCRIPTION))
+            except PackageError as error:
+                raise PackageError(f"checkpoint {run} is damaged ({error}); give another one") from error
+        return run
+    found = _newest_whole(run / "checkpoints", (TENSORS, DESCRIPTION))
+    if found is None:
+        raise PackageError(f"{run} holds no checkpoint; train first, or check run=")
+    return found
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder``, newest first; temporary ones are not among them."""
+    found = [(p.name.removeprefix("step-"), p) for p in folder.glob("step-*") if p.is_dir()]
+    return [p for _, p in sorted(((int(step), p) for step, p in found if step.isdecimal()), reverse=True)]
+
+
+def _newest_whole(folder: Path, names: Collection[str] | None = None) -> Path | None:
+    """Return the newest checkpoint in ``folder`` whose files (those in ``names``, or all) are whole."""
+    folders = _folders(folder)
+    for position, checkpoint in enumerate(folders):
+        try:
+            _check(checkpoint, names)
+        except PackageError as error:
+            before = folders[position + 1].name if position + 1 < len(folders) else "none is left"
+            log.warning("checkpoint %s is damaged (%s); falling back to the one before: %s", checkpoint, error, before)
+            continue
+        return checkpoint
+    if folders:
+        raise PackageError(f"every checkpoint in {folder} is damaged; start the training anew with train.resume=false")
+    return None
+
+
 def _read_state(folder: Path) -> dict[str, Any]:
     try:
         description: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PackageError(f"{STATE} cannot be read: {error}") from error
-    if (description.get("format"), description.get("version")) != (FORMAT, VERSION):
+    found = (description.get("format"), description.get("version")) if isinstance(description, dict) else None
+    if found != (FORMAT, VERSION):
         raise PackageError(f"{folder / STATE}: this program reads {FORMAT} version {VERSION}")
     return description
 
 
-def _check(folder: Path) -> None:
-    """Compare every file with the size and checksum written beside it."""
-    for name, expected in _read_state(folder)["files"].items():
-        path = folder / name
+def _check(folder: Path, names: Collection[str] | None = None) -> None:
+    """Compare the files in ``names``, or all, with the sizes and checksums written beside them."""
+    written = _read_state(folder).get("files")
+    if not isinstance(written, dict) or not {TENSORS, DESCRIPTION} <= written.keys():
+        raise PackageError(f"{STATE} lacks the checksums of the drafter")
+    for name in written if names is None else names:
+        path, expected = folder / name, written[name]
         if not path.exists():
             raise PackageError(f"{name} is missing")
         if path.stat().st_size != expected["bytes"]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from deepspec.config.arguments import Arguments, groups_of, parse
 from deepspec.config.compose import CONF
 from deepspec.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, ConfigError, DeepSpecError, UserError
-from deepspec.log import emit, get_logger, rank, setup_logging
+from deepspec.log import emit, get_logger, printable, rank, setup_logging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,7 +164,7 @@ def _headed(problems: list[str]) -> list[str]:
 
 def _say(text: str) -> None:
     who = f"error (rank {rank()})" if rank() else "error"
-    sys.stderr.write(f"{who}: {text}\n")
+    sys.stderr.write(f"{who}: {printable(text)}\n")
     sys.stderr.flush()
 
 

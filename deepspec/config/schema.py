@@ -152,7 +152,7 @@ class EvaluateConfig:
     confidence_threshold: float | None = key(
         "Time also blocks that end before the first slot whose confidence is lower; null does not", None
     )
-    threads: int = key("CPU threads while timing", 1)
+    threads: int = key("CPU threads while timing on a CPU", 1)
     bootstrap: int = key("Resamples for the confidence intervals", 2000)
     check_lossless: bool = key("Decode plainly too and compare token for token (greedy, fp32)", True)
     seed: int = key("Seed of sampling and of the bootstrap", 0)
@@ -226,6 +226,10 @@ class EvaluateCommand:
     config: RunConfig = key("The run's config.yaml, overridden by the groups given on the command line")
     package: str | None = key("Package to score in place of the run's newest checkpoint", None)
     out: str | None = key("Folder of the report; null is evaluation in the run folder", None)
+    allow_other_target: bool = key(
+        "Score with another revision of the target than the one trained with: lossless, but fewer tokens are accepted",
+        False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

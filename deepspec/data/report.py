@@ -10,6 +10,7 @@ from deepspec.data.samples import SampleSet
 from deepspec.data.similarity import compare_prompts, repeated_ngram_share
 from deepspec.data.splits import shared_families
 from deepspec.errors import DataError
+from deepspec.log import printable
 
 
 def prepared_lines(files: Mapping[str, Path], samples: Mapping[str, SampleSet], limit: int | None = None) -> list[str]:
@@ -17,7 +18,7 @@ def prepared_lines(files: Mapping[str, Path], samples: Mapping[str, SampleSet], 
     lines = [line for name in files for line in split_lines(name, files[name], samples[name])]
     if "test" in samples:
         lines.append("test: " + repetition_line(samples["test"]))
-    return [*lines, *separation_lines(files, limit)]
+    return [printable(line) for line in [*lines, *separation_lines(files, limit)]]  # names come from the files
 
 
 def split_lines(name: str, file: Path, samples: SampleSet) -> list[str]:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from deepspec.contracts import Sample
-from deepspec.log import emit
+from deepspec.log import emit, printable
 
 _GREEN, _RESET = "\x1b[32m", "\x1b[0m"
 
@@ -17,7 +17,7 @@ def show_samples(samples: Sequence[Sample], tokenizer: Any, count: int) -> None:
     """Print the first ``count`` samples for a person."""
     color = sys.stdout.isatty()
     for sample in samples[:count]:
-        emit(f"--- {sample.id}: {len(sample.input_ids)} tokens, {sum(sample.loss_mask)} supervised")
+        emit(f"--- {printable(sample.id)}: {len(sample.input_ids)} tokens, {sum(sample.loss_mask)} supervised")
         emit(marked_text(sample, tokenizer, color=color))
 
 
@@ -26,11 +26,6 @@ def marked_text(sample: Sample, tokenizer: Any, *, color: bool) -> str:
     before, after = (_GREEN, _RESET) if color else ("«", "»")
     parts = []
     for supervised, run in groupby(zip(sample.loss_mask, sample.input_ids, strict=True), key=lambda pair: pair[0]):
-        text = _printable(tokenizer.decode([token for _, token in run], skip_special_tokens=False))
+        text = printable(tokenizer.decode([token for _, token in run], skip_special_tokens=False))
         parts.append(f"{before}{text}{after}" if supervised else text)
     return "".join(parts)
-
-
-def _printable(text: str) -> str:
-    """Drop control characters of the data, which could steer the terminal."""
-    return "".join(c for c in text if c in "\n\t" or c.isprintable())

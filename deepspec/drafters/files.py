@@ -29,7 +29,6 @@ FORMAT = "deepspec-drafter"
 VERSION = 1
 TENSORS = "drafter.safetensors"
 DESCRIPTION = "drafter.json"
-POINTER = "latest"
 
 T = TypeVar("T", TargetInfo, Conventions)
 
@@ -135,22 +134,6 @@ def tensor_problems(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[st
         if name in tensors and tuple(tensors[name].shape) != shape:
             problems.append(f"tensor {name} has shape {list(tensors[name].shape)}, the drafter needs {list(shape)}")
     return problems
-
-
-def newest_drafter(run: Path) -> Path:
-    """Return the folder of a run's newest checkpoint, or ``run`` itself when it holds the pair of files."""
-    if (run / DESCRIPTION).exists():
-        return run
-    pointer = run / "checkpoints" / POINTER
-    try:
-        name = pointer.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise PackageError(
-            f"{run} holds no checkpoint ({pointer} cannot be read); train first, or check run="
-        ) from error
-    if "/" in name or name in {"", ".", ".."}:
-        raise PackageError(f"{pointer} names {name!r}, which is not a folder beside it")
-    return pointer.parent / name
 
 
 def _field(description: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:

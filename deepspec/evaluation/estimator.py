@@ -57,7 +57,8 @@ def expected_lengths(
         drafter: bound to it.
         prompt_ids: the prompt.
         answer: the tokens that were decoded.
-        anchors: rising indices into ``answer``; one with no token after it is left out.
+        anchors: rising indices into ``answer``; one whose block the end of the text cuts is left out.
+            (Counted as a whole block it would seem to promise less.)
         temperature: of both distributions, above 0.
         gamma: slots of a block; the drafter's own by default.
     """
@@ -66,15 +67,13 @@ def expected_lengths(
     cache = target.new_cache(len(text))
     stepped = target.step(torch.tensor([text], device=target.device), cache, drafter.conventions.target_layer_ids)
     state, known, lengths = drafter.start(len(text) + gamma), 0, []
-    for position in (len(prompt_ids) + a for a in anchors):
-        slots = min(gamma, len(text) - position - 1)
-        if slots < 1:
-            continue
+    starts = [len(prompt_ids) + a for a in anchors]
+    for position in (p for p in starts if p + gamma < len(text)):
         drafter.extend(state, stepped.hidden[known:position])
         known = position
         forced = ForcedSampler(text[position + 1 :], temperature)
-        q = drafter.propose(state, text[position], slots, forced).probabilities  # [k, V]
-        p = torch.softmax(stepped.logits[position : position + slots] / temperature, dim=-1)
+        q = drafter.propose(state, text[position], gamma, forced).probabilities  # [K, V]
+        p = torch.softmax(stepped.logits[position : position + gamma] / temperature, dim=-1)
         lengths.append(expected_length((1.0 - total_variation(p, q)).tolist()))
     return lengths
 
@@ -88,10 +87,20 @@ def round_anchors(decoded: Decoded) -> list[int]:
     return anchors
 
 
-def estimate(target: DecodingTarget, drafter: Drafter, decoded: Sequence[Decoded], temperature: float = 1.0) -> float:
-    """Return the mean expected accepted length over the rounds' anchors of all decoded texts; nan without any."""
+def estimate(
+    target: DecodingTarget,
+    drafter: Drafter,
+    decoded: Sequence[Decoded],
+    temperature: float = 1.0,
+    gamma: int | None = None,
+) -> float:
+    """Return the mean expected accepted length over the whole blocks of all decoded texts; nan without any.
+
+    The blocks begin where the rounds of the texts did.
+    """
     lengths: list[float] = []
     for item in decoded:
         anchors = round_anchors(item)
-        lengths += expected_lengths(target, drafter, item.prompt.ids, item.generation.tokens, anchors, temperature)
+        tokens = item.generation.tokens
+        lengths += expected_lengths(target, drafter, item.prompt.ids, tokens, anchors, temperature, gamma)
     return sum(lengths) / len(lengths) if lengths else float("nan")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import platform
@@ -15,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import deepspec
+from deepspec.evaluation.markup import html_text, markdown_code, markdown_text
 from deepspec.evaluation.table import notes, plain_text, side_by_side, tables
-from deepspec.log import get_logger
+from deepspec.log import get_logger, printable
 
 if TYPE_CHECKING:
     from deepspec.evaluation.run import Scores
@@ -38,7 +39,7 @@ def provenance() -> dict[str, str]:
         "machine": f"{platform.system()} {platform.machine()}, {_processor()}",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__).parents[1]),
         "command": shlex.join(getattr(sys, "orig_argv", sys.argv)),
     }
 
@@ -49,7 +50,7 @@ def terminal_text(scores: Scores) -> str:
     parts = [*(plain_text(t) for t in tables(scores)), "\n".join(notes(scores))]
     parts.append("Sample answer to: " + answer.prompt.strip())
     parts.append(side_by_side(answer.plain, answer.speculative, ("plain", "speculative")))
-    return "\n\n".join(parts)
+    return printable("\n\n".join(parts))
 
 
 def write_report(folder: Path, scores: Scores, subject: dict[str, Any]) -> list[Path]:
@@ -61,7 +62,8 @@ def write_report(folder: Path, scores: Scores, subject: dict[str, Any]) -> list[
         subject: what was scored: run, target, data and the like.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {**{name: str(value) for name, value in subject.items()}, **provenance()}
+    facts = {name: str(value) for name, value in subject.items()}
+    facts |= {"device": f"{scores.device}, {scores.precision}", **provenance()}
     record = {"format": "deepspec-evaluation", "version": VERSION, "subject": facts, "scores": _plain(asdict(scores))}
     texts = {
         "report.json": json.dumps(record, indent=2, allow_nan=False) + "\n",
@@ -75,44 +77,38 @@ def write_report(folder: Path, scores: Scores, subject: dict[str, Any]) -> list[
 
 def markdown(scores: Scores, facts: dict[str, str]) -> str:
     """Return the report as Markdown."""
-    parts = ["# Evaluation", "\n".join(f"- {name}: {_escape_md(value)}" for name, value in facts.items())]
+    parts = ["# Evaluation", "\n".join(f"- {name}: {markdown_text(value)}" for name, value in facts.items())]
     parts += [_markdown_table(t) for t in tables(scores)]
-    parts.append("\n".join(f"- {_escape_md(note)}" for note in notes(scores)))
+    parts.append("\n".join(f"- {markdown_text(note)}" for note in notes(scores)))
     answer = scores.answer
     for name, text in (("Prompt", answer.prompt), ("Plain", answer.plain), ("Speculative", answer.speculative)):
-        parts += [f"## {name}", "\n".join(f"    {line}" for line in text.splitlines())]
+        parts += [f"## {name}", markdown_code(text)]
     return "\n\n".join(parts) + "\n"
 
 
 def page(scores: Scores, facts: dict[str, str]) -> str:
     """Return the report as an HTML page without scripts or anything loaded from elsewhere."""
-    listed = "".join(f"<li>{html.escape(n)}: {html.escape(v)}</li>" for n, v in facts.items())
+    listed = "".join(f"<li>{html_text(n)}: {html_text(v)}</li>" for n, v in facts.items())
     body = ["<h1>Evaluation</h1>", f"<ul>{listed}</ul>", *(_html_table(t) for t in tables(scores))]
-    body.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in notes(scores)) + "</ul>")
+    body.append("<ul>" + "".join(f"<li>{html_text(note)}</li>" for note in notes(scores)) + "</ul>")
     answer = scores.answer
     for name, text in (("Prompt", answer.prompt), ("Plain", answer.plain), ("Speculative", answer.speculative)):
-        body.append(f"<h2>{name}</h2><pre>{html.escape(text)}</pre>")
+        body.append(f"<h2>{name}</h2><pre>{html_text(text)}</pre>")
     head = f'<meta charset="utf-8"><title>Evaluation</title><style>{STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 
 def _markdown_table(table: Table) -> str:
     lines = [table.head, ["---"] * len(table.head), *table.rows]
-    return f"## {_escape_md(table.title)}\n\n" + "\n".join(
-        "| " + " | ".join(_escape_md(cell) if cell != "---" else cell for cell in line) + " |" for line in lines
+    return f"## {markdown_text(table.title)}\n\n" + "\n".join(
+        "| " + " | ".join(markdown_text(cell) if cell != "---" else cell for cell in line) + " |" for line in lines
     )
 
 
 def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.head)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
-    return f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{rows}</table>"
-
-
-def _escape_md(text: str) -> str:
-    for special in "\\`*_<>|":
-        text = text.replace(special, "\\" + special)
-    return " ".join(text.split())
+    head = "".join(f"<th>{html_text(cell)}</th>" for cell in table.head)
+    rows = "".join("<tr>" + "".join(f"<td>{html_text(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    return f"<h2>{html_text(table.title)}</h2><table><tr>{head}</tr>{rows}</table>"
 
 
 def _picture(path: Path, scores: Scores) -> Path | None:
@@ -162,10 +158,22 @@ def _processor() -> str:
     return f"{names[0]}, {len(names)} cores" if names else platform.processor()
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+def commit_of(package: Path) -> str:
+    """Return the commit of the repository whose own folder ``package`` is, else the version of DeepSpec.
+
+    An installed package may lie in somebody else's repository, whose commit says nothing about it.
+    """
+    top = _git(package, "rev-parse", "--show-toplevel")
+    own = top is not None and Path(top).resolve() == package.resolve().parent
+    commit = _git(package, "describe", "--always", "--dirty", "--abbrev=12") if own else None
+    return commit or f"none, version {deepspec.__version__}"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

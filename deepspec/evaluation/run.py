@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from deepspec.errors import ConfigError
 from deepspec.evaluation.acceptance import Acceptance, Decoded, Prompt, by_domain, committed_and_rounds, decode_prompts
 from deepspec.evaluation.estimator import estimate
@@ -54,6 +56,10 @@ class Scores:
     speed: list[Speed]
     timing_threads: int
     timing_new_tokens: int
+    device: str
+    """cpu, or the name of the GPU."""
+    precision: str
+    """Of the target."""
     answer: Answer
 
 
@@ -79,6 +85,7 @@ def score(
     greedy = config.temperature == 0.0
     plain = evaluation.decode(BASELINE, prompts if greedy and config.check_lossless else prompts[:1])
     whole = len(plain) == len(prompts) and greedy
+    exact = target.head.weight.dtype == torch.float32  # in 16 bits texts part wherever two logits are close
     lookup = evaluation.replay(plain) if whole else []
     return Scores(
         gamma=gamma,
@@ -87,11 +94,13 @@ def score(
         acceptance=by_domain(speculative, config.bootstrap, config.seed),
         lookup=by_domain(lookup, config.bootstrap, config.seed) if lookup else {},
         gain=_gain(speculative, lookup, config) if lookup else None,
-        expected_length=estimate(target, drafter, speculative),
-        lossless=compare_greedy(target, plain, speculative) if whole else None,
+        expected_length=estimate(target, drafter, speculative, gamma=gamma),
+        lossless=compare_greedy(target, plain, speculative) if whole and exact else None,
         speed=evaluation.speed(),
         timing_threads=config.threads,
         timing_new_tokens=config.timing_new_tokens,
+        device=_device_name(target.device),
+        precision=str(target.head.weight.dtype).removeprefix("torch."),
         answer=evaluation.answer(plain[0], speculative[0]),
     )
 
@@ -178,3 +187,7 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 def _gain(speculative: Sequence[Decoded], lookup: Sequence[Decoded], config: EvaluateConfig) -> Interval:
     draws = resample(len(speculative), config.bootstrap, config.seed)
     return bootstrap_difference(committed_and_rounds(speculative), committed_and_rounds(lookup), draws)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deepspec.log import printable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -43,7 +45,8 @@ def _pad(cell: str, width: int, column: int) -> str:
 def notes(scores: Scores) -> list[str]:
     """Return what has to be said beside the tables."""
     said = [
-        f"Expected accepted length when sampling at temperature 1 along the same texts: {scores.expected_length:.2f}",
+        f"Expected accepted length when sampling at temperature 1 along the same texts: {scores.expected_length:.2f}, "
+        "over blocks that the end of a text does not cut",
         "Slot n: share of drafted tokens kept at place n of a block, given that all before were. Accepted length "
         "counts tokens per forward pass of the target; rounds cut by the end of a text count as they are, except in "
         "the column without them, which follows from the slots.",
@@ -57,6 +60,11 @@ def notes(scores: Scores) -> list[str]:
             f"{len(report.ties)} differ by a tie of logits, {len(report.differing)} differ"
         )
         said += [f"DIFFERS: {d.prompt_id} at token {d.index}, logit gap {d.logit_gap:.2g}" for d in report.differing]
+    elif scores.lookup:  # the texts are there
+        said.append(
+            f"Greedy output was not compared with plain decoding: in {scores.precision} the order of close logits "
+            "depends on how many rows a product has; with target.dtype=fp32 it is"
+        )
     return said
 
 
@@ -80,8 +88,9 @@ def _acceptance(scores: Scores) -> Table:
 
 def _speed(scores: Scores) -> Table:
     prompts = len(scores.speed[0].per_prompt)
+    where = f"{scores.timing_threads} thread(s)" if scores.device == "cpu" else scores.device
     title = (
-        f"Speed, {prompts} prompts, at most {scores.timing_new_tokens} new tokens, {scores.timing_threads} thread(s), "
+        f"Speed, {prompts} prompts, at most {scores.timing_new_tokens} new tokens, {where}, "
         "medians over prompts and of ratios of pairs [95 % interval]"
     )
     head = ["decoder", "tokens/s", "vs plain", "after prefill", "vs plain", "accepted length"]
@@ -101,7 +110,7 @@ def _speed(scores: Scores) -> Table:
 
 def side_by_side(left: str, right: str, titles: Sequence[str], width: int = 58) -> str:
     """Set two texts beside each other."""
-    columns = [_wrapped(text, width) for text in (left, right)]
+    columns = [_wrapped(printable(text), width) for text in (left, right)]
     height = max(len(c) for c in columns)
     padded = [c + [""] * (height - len(c)) for c in columns]
     lines = [f"{titles[0]:<{width}} | {titles[1]}", "-" * width + "-+-" + "-" * width]

@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 @hydra_command("export")
 def main(cfg: ExportCommand) -> None:
     """Write a verified, quantised inference package from a trained run."""
+    from deepspec.checkpoint.store import newest_drafter
     from deepspec.data.chat import ChatRenderer
-    from deepspec.drafters.files import load_drafter, newest_drafter, read_description, target_info
+    from deepspec.drafters.files import read_description, target_info
     from deepspec.drafters.registry import drafter_from_dict
+    from deepspec.engine.distributed import choose_device
     from deepspec.errors import ConfigError
     from deepspec.export.card import Origin
     from deepspec.export.material import read_material
     from deepspec.export.run import export_package
     from deepspec.inference.accelerate import accelerate
+    from deepspec.inference.checkpoint import load_checkpoint
     from deepspec.log import emit
     from deepspec.targets.load import load_target
 
@@ -38,10 +41,9 @@ def main(cfg: ExportCommand) -> None:
     out = Path(settings.out) if settings.out else Path(cfg.run) / f"package-{settings.profile}"
     checkpoint = newest_drafter(Path(cfg.run))
     description = read_description(checkpoint)
-    drafter = load_drafter(checkpoint)
-    target = load_target(run.target)
+    target = load_target(run.target, choose_device(run.engine.device, 0))
     accelerate(target)
-    drafter.bind(target.head)
+    drafter = load_checkpoint(checkpoint, target)
     eos = target.info.eos_token_ids
     renderer = ChatRenderer(
         target.tokenizer, run.target.template_options, eos_token_ids=eos, max_length=run.data.max_length

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import deepspec
+from deepspec.evaluation.markup import markdown_text
 from deepspec.export.sizes import size_rows
 from deepspec.export.verify import verification_rows
+from deepspec.log import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,9 +47,12 @@ def card_text(
     config: PackageConfig, verification: Verification, sizes: Sequence[PartSize], origin: Origin, *, forced: bool
 ) -> str:
     """Return the card as Markdown."""
-    parts = [f"# Drafter for {_safe(config.target.name)}, {config.profile}\n"]
+    parts = [f"# Drafter for {markdown_text(config.target.name)}, {config.profile}\n"]
     if forced:
-        parts.append("**Written by force although it failed its verification:**\n\n" + _bullets(verification.problems))
+        parts.append(
+            "**Written by force although it failed its verification:**\n\n"
+            + _bullets([markdown_text(problem) for problem in verification.problems])
+        )
     parts += [
         _facts(config, origin),
         "## Against the trained drafter\n",
@@ -75,10 +81,10 @@ def report_text(config: PackageConfig, verification: Verification, sizes: Sequen
 def _facts(config: PackageConfig, origin: Origin) -> str:
     window = "none" if config.sliding_window is None else str(config.sliding_window)
     facts = {
-        "target": ", ".join(_safe(t) for t in (config.target.name, config.target.model_type) if t),
-        "target's fingerprint": _safe(config.target.fingerprint),
-        "recipe": _safe(origin.recipe),
-        "data": _safe(origin.data),
+        "target": ", ".join(markdown_text(t) for t in (config.target.name, config.target.model_type) if t),
+        "target's fingerprint": markdown_text(config.target.fingerprint),
+        "recipe": markdown_text(origin.recipe),
+        "data": markdown_text(origin.data),
         "optimiser steps": "" if origin.step is None else str(origin.step),
         "drafted tokens (gamma)": str(config.gamma),
         "block layout": config.block_layout,
@@ -96,7 +102,7 @@ def _size_rows(config: PackageConfig, sizes: Sequence[PartSize]) -> list[tuple[s
 
 
 def _usage(config: PackageConfig, origin: Origin) -> str:
-    target = _safe(origin.target_path or config.target.name)
+    target = shlex.quote(" ".join(printable(origin.target_path or config.target.name).split()))
     return (
         "## How to load\n\n"
         "The target's embedding and head are not stored here; the drafter uses the target's own.\n\n"
@@ -112,9 +118,3 @@ def _is_reduced(config: PackageConfig) -> bool:
 
 def _bullets(lines: Sequence[str]) -> str:
     return "\n".join(f"- {line}" for line in lines) + "\n"
-
-
-def _safe(text: str) -> str:
-    """Keep text of foreign origin from becoming markup."""
-    plain = " ".join(str(text).split())
-    return "".join(f"\\{c}" if c in "\\`*<>[]|#" else c for c in plain)

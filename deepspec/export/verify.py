@@ -63,7 +63,7 @@ class Distributions:
     mean_tv: float
     max_tv: float
     same_choice: float  # share of slots where both find the same token likeliest
-    expected_before: float  # accepted length that the distributions promise at temperature 1
+    expected_before: float  # accepted length that whole blocks promise at temperature 1; nan without one
     expected_after: float
 
 
@@ -138,7 +138,8 @@ def compare_distributions(
             same = ours.argmax(-1) == theirs.argmax(-1)
             slots += list(zip(total_variation(ours, theirs).tolist(), same.tolist(), strict=True))
             kept = [(1 - total_variation(p, q)).tolist() for q in (ours, theirs)]
-            promised.append((expected_length(kept[0]), expected_length(kept[1])))
+            if len(ours) == before.conventions.gamma:  # a block that the end of a turn cuts promises less than it would
+                promised.append((expected_length(kept[0]), expected_length(kept[1])))
     if not slots:
         raise VerificationError("no sample has two supervised tokens in a row: nothing to compare; check data.test")
     return Distributions(
@@ -152,7 +153,7 @@ def compare_distributions(
 
 
 def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def compare_lengths(
@@ -191,7 +192,8 @@ def verification_rows(verification: Verification) -> list[tuple[str, ...]]:
     if lengths is not None:
         rows.append(_change(f"accepted length, greedy, {lengths.prompts} prompts", lengths.before, lengths.after))
         rows.append(("rounds", str(lengths.rounds_before), str(lengths.rounds_after), ""))
-    rows.append(_change("expected length, temperature 1", said.expected_before, said.expected_after))
+    if not math.isnan(said.expected_before):
+        rows.append(_change("expected length, temperature 1", said.expected_before, said.expected_after))
     rows.append((f"mean total variation, {said.slots} slots", "", f"{said.mean_tv:.5f}", ""))
     rows.append(("largest total variation", "", f"{said.max_tv:.5f}", ""))
     rows.append(("same likeliest token", "", f"{said.same_choice:.2%}", ""))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspec.errors import EXIT_FAILURE, EXIT_OK, DeepSpecError, TargetError, UserError
-from deepspec.log import emit, setup_logging
+from deepspec.log import emit, printable, setup_logging
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(arguments)
     except DeepSpecError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {printable(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("error: stopped from the keyboard\n")
@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> None:
         prompt_ids, arguments.max_new_tokens, settings, _stop_ids(target), arguments.gamma
     )
     text = target.tokenizer.decode(generation.tokens, skip_special_tokens=True)
-    emit(_json(text, generation) if arguments.json else f"{text}\n\n{_summary(generation)}")
+    emit(_json(text, generation) if arguments.json else f"{printable(text)}\n\n{_summary(generation)}")
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -70,7 +70,7 @@ def load_package(
     folder = Path(path)
     check_files(folder)
     config = read_config(folder)
-    check_target(config, target, allow_other_target)
+    check_target(config.target, target, allow_other_target)
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as weights:
             check_header(config, weights.metadata() or {}, folder / WEIGHTS)

@@ -93,22 +93,24 @@ def file_digest(path: Path) -> str:
         raise PackageError(f"{path} cannot be read: {error}") from error
 
 
-def check_target(config: PackageConfig, target: BindableTarget, allow_other_target: bool = False) -> None:
-    """Refuse a target that the drafter was not trained with."""
-    ours, theirs = _plain(config.target), _plain(target.info)
+def check_target(
+    trained_with: TargetInfo, target: BindableTarget, allow_other_target: bool = False, *, what: str = "the package"
+) -> None:
+    """Refuse a target that the drafter in ``what`` was not trained with."""
+    ours, theirs = _plain(trained_with), _plain(target.info)
     different = [name for name in STRUCTURE if ours[name] != theirs[name]]
     if different:
-        raise PackageError(f"the package does not fit this target: {_differences(ours, theirs, different)}")
-    shape = (config.vocab_size, config.hidden_size)
+        raise PackageError(f"{what} does not fit this target: {_differences(ours, theirs, different, what)}")
+    shape = (trained_with.vocab_size, trained_with.hidden_size)
     for part, tensor in (("embedding", target.head.embedding), ("head", target.head.weight)):
         if tuple(tensor.shape) != shape:
-            raise PackageError(f"the target's {part} is {list(tensor.shape)}, the package needs {list(shape)}")
+            raise PackageError(f"the target's {part} is {list(tensor.shape)}, {what} needs {list(shape)}")
     revised = [name for name in REVISION if ours[name] != theirs[name]]
     if revised and not allow_other_target:
         raise PackageError(
-            f"the package was trained with another revision of {config.target.name}: "
-            f"{_differences(ours, theirs, revised)}. Use the target it was trained with, or allow_other_target=True, "
-            "which stays lossless but accepts fewer tokens"
+            f"{what} was trained with another revision of {trained_with.name}: "
+            f"{_differences(ours, theirs, revised, what)}. Use the target it was trained with; another one "
+            "(allow_other_target=True) stays lossless, but fewer tokens are accepted"
         )
 
 
@@ -208,8 +210,8 @@ def _plain(info: TargetInfo) -> dict[str, Any]:
     return plain
 
 
-def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: list[str]) -> str:
-    return "; ".join(f"{name} is {theirs[name]!r}, the package says {ours[name]!r}" for name in names)
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: list[str], what: str) -> str:
+    return "; ".join(f"{name} is {theirs[name]!r}, {what} says {ours[name]!r}" for name in names)
 
 
 def _check_inside(folder: Path, name: object) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspec.checkpoint.state import Progress, TrainState
+from deepspec.checkpoint.store import CheckpointStore
 from deepspec.config.cli import Command
 from deepspec.config.resolve import save_config
 from deepspec.config.schema import RunConfig
-from deepspec.drafters.files import save_drafter
 from deepspec.targets.load import layer_ids, load_target
 from tests.commands.tiny_run import overrides, write_conversations
 
@@ -39,14 +40,15 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(work)
         assert Command(configs.append, "config").run(arguments) == 0
     config, run = configs[0], work / "run"
-    checkpoint = run / "checkpoints" / "step-000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint.parent / "latest").write_text("step-000001\n")
+    run.mkdir(exist_ok=True)
     save_config(config, run / "config.yaml")
     info = load_target(config.target).info
     taps = layer_ids(config.target, info.num_layers)
     drafter = config.drafter.build(info, taps, config.target.mask_token_id)
-    save_drafter(checkpoint, drafter, config.drafter, info, step=1)
+    store = CheckpointStore(
+        run / "checkpoints", drafter=drafter, config=config.drafter, info=info, fingerprints={}, keep=1
+    )
+    store.save(TrainState(parameters=drafter.state_dict()), Progress(step=1))
     return run
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspec.evaluate import main
+from tests.helpers import tiny_model, tiny_tokenizer
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -66,3 +68,26 @@ def test_mistakes_end_with_2(evaluate: Run) -> None:
     code, _, err = evaluate("package=no/such/package")
     assert code == 2
     assert "no/such/package" in err
+
+
+def test_another_target_is_refused(evaluate: Run, tmp_path: Path) -> None:
+    """A checkpoint is bound to the target it was trained with; another revision has to be allowed."""
+    tiny_tokenizer().save_pretrained(tmp_path / "revision")
+    tiny_model("llama", seed=9).save_pretrained(tmp_path / "revision")
+    arguments = (*SHORT, "evaluate.timing_prompts=0", f"target.path={tmp_path / 'revision'}", f"out={tmp_path}")
+    code, _, err = evaluate(*arguments)
+    assert code == 2
+    assert "the checkpoint was trained with another revision of tiny: fingerprint is" in err
+    code, _, err = evaluate(*arguments, "allow_other_target=true")
+    assert code == 0, err
+    tiny_model("qwen3").save_pretrained(tmp_path / "revision")
+    code, _, err = evaluate(*arguments, "allow_other_target=true")
+    assert code == 2
+    assert "the checkpoint does not fit this target: model_type is 'qwen3', the checkpoint says 'llama'" in err
+
+
+def test_the_device_is_the_engines(evaluate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = evaluate("engine.device=cuda")
+    assert code == 2
+    assert "engine.device=cuda, but PyTorch finds no CUDA device" in err

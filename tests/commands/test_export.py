@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspec.export import verify
 from deepspec.export.__main__ import main
@@ -92,3 +93,10 @@ def test_a_package_that_strays_ends_with_1_and_leaves_nothing(
     code, _, err = export(f"export.out={tmp_path / 'p'}", "export.force=true")
     assert code == 0, err
     assert "Written by force" in (tmp_path / "p" / "card.md").read_text()
+
+
+def test_the_device_is_the_engines(export: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = export("engine.device=cuda")
+    assert code == 2
+    assert "engine.device=cuda, but PyTorch finds no CUDA device" in err

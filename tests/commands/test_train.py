@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepspec.drafters.files import load_drafter, newest_drafter
+from deepspec.checkpoint.store import newest_drafter
+from deepspec.drafters.files import load_drafter
 from tests.commands.tiny_run import overrides
 from tests.helpers import EOS_TOKEN_ID, tiny_tokenizer
 from tests.numerics.launch import ROOT, environment, free_port

@@ -18,7 +18,8 @@ from deepspec.checkpoint import store as store_module
 from deepspec.checkpoint.atomic import new_folder, write_text
 from deepspec.checkpoint.fingerprint import check_fingerprints, fingerprints
 from deepspec.checkpoint.state import Progress, TrainState
-from deepspec.drafters.files import newest_drafter
+from deepspec.checkpoint.store import newest_drafter
+from deepspec.drafters.files import save_drafter
 from deepspec.errors import ConfigError, PackageError, TrainingError
 from tests.unit.engine import toy
 
@@ -40,7 +41,7 @@ def test_round_trip_and_pruning(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         store.save(state(), Progress(step=step, epoch=1, samples=4 * step, skipped_steps=1))
     assert names(tmp_path) == ["latest", "step-000010", "step-000015"]
-    assert store.newest() == "step-000015" == newest_drafter(tmp_path.parent / tmp_path.name / "step-000015").name
+    assert store.newest() == "step-000015"
     loaded = store.load("step-000015")
     assert loaded.progress == Progress(step=15, epoch=1, samples=60, skipped_steps=1)
     assert loaded.state.optimizer_step == 3
@@ -75,6 +76,34 @@ def test_only_damaged_ones(tmp_path: Path) -> None:
     (store.save(state(), Progress(step=5)) / "state.json").unlink()
     with pytest.raises(PackageError, match=r"train\.resume=false"):
         store.newest()
+
+
+def test_the_newest_whole_drafter_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Evaluation and export take what resuming takes; a damaged optimiser does not concern them."""
+    with pytest.raises(PackageError, match="holds no checkpoint"):
+        newest_drafter(tmp_path)
+    store = toy.make_store(tmp_path / "checkpoints", toy.make_drafter(), keep=3)
+    older, newer, newest = (store.save(state(), Progress(step=step)) for step in (5, 10, 15))
+    (newer / "optimizer.safetensors").unlink()
+    (tmp_path / "checkpoints" / "step-000015 copy").mkdir()
+    assert newest_drafter(tmp_path) == newest
+    file = newest / "drafter.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with caplog.at_level(logging.WARNING):
+        assert newest_drafter(tmp_path) == newer
+    assert "step-000015 is damaged (drafter.safetensors was changed" in caplog.text
+    with pytest.raises(PackageError, match=r"step-000015 is damaged .*; give another one"):
+        newest_drafter(newest)
+    for folder in (older, newer):
+        (folder / "drafter.json").unlink()
+    with pytest.raises(PackageError, match="every checkpoint in .* is damaged"):
+        newest_drafter(tmp_path)
+
+
+def test_a_pair_of_files_alone_has_no_checksums(tmp_path: Path) -> None:
+    save_drafter(tmp_path, toy.make_drafter(), toy.ToyConfig(), toy.INFO)
+    assert newest_drafter(tmp_path) == tmp_path
 
 
 FULL = (

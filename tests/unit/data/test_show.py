@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from deepspec.contracts import Conversation, Sample
 from deepspec.data.chat import ChatRenderer
 from deepspec.data.show import marked_text, show_samples
+from deepspec.log import printable
 
 
 @pytest.fixture
@@ -30,3 +32,12 @@ def test_show_prints_the_first(sample: Sample, tokenizer: Any, capsys: Any) -> N
     out = capsys.readouterr().out
     assert out.count("--- x:") == 1
     assert f"{sum(sample.loss_mask)} supervised" in out
+
+
+def test_printable_keeps_words_apart_and_drops_what_steers() -> None:
+    assert printable("a\u00a0b\u3000c\td\r\ne \x1b[2J\x07\x9b\u202eü🙂") == "a b c\td \ne [2Jü🙂"
+
+
+def test_an_id_cannot_steer_the_terminal(sample: Sample, tokenizer: Any, capsys: Any) -> None:
+    show_samples([replace(sample, id="\x1b[31mx")], tokenizer, 1)
+    assert "\x1b[31m" not in capsys.readouterr().out

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import deepspec
 from deepspec.config.schema import EvaluateConfig
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.errors import ConfigError
-from deepspec.evaluation import run
+from deepspec.evaluation import run, speed
 from deepspec.evaluation.acceptance import (
     Decoded,
     Prompt,
@@ -28,15 +33,15 @@ from deepspec.evaluation.acceptance import (
 from deepspec.evaluation.estimator import estimate, expected_lengths, round_anchors
 from deepspec.evaluation.lossless import compare_greedy
 from deepspec.evaluation.replay import replay
-from deepspec.evaluation.report import markdown, page, write_report
+from deepspec.evaluation.report import commit_of, markdown, page, terminal_text, write_report
 from deepspec.evaluation.run import Answer, Scores, score, spread
 from deepspec.evaluation.speed import compare, measure
-from deepspec.evaluation.table import side_by_side
+from deepspec.evaluation.table import notes, side_by_side
 from deepspec.inference.decoder import Generation, Round, SpeculativeDecoder
 from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer
 from deepspec.inference.sampling import SamplerSettings
 from deepspec.targets.target import Target
-from tests.helpers import MASK_TOKEN_ID, tiny_target
+from tests.helpers import MASK_TOKEN_ID, tiny_model, tiny_target
 from tests.unit.inference.toys import ToyDrafter, ToyTarget
 
 
@@ -89,9 +94,28 @@ def test_the_estimator_is_the_product_of_one_minus_total_variation() -> None:
     text = [2, 4, 1, 5]
     lengths = expected_lengths(target, drafter, [0, 3], text, [0, 2])  # type: ignore[arg-type]
     a, b, c = overlap[2].item(), overlap[4].item(), overlap[1].item()
-    assert lengths[0] == pytest.approx(1 + a + a * b + a * b * c)
-    assert lengths[1] == pytest.approx(1 + overlap[1].item())  # one token is left
-    assert drafter.positions == [0.0, 1.0, 2.0, 3.0]
+    assert lengths == [pytest.approx(1 + a + a * b + a * b * c)]  # behind the second anchor there is a single token
+    shorter = expected_lengths(target, drafter, [0, 3], text, [0, 1, 2], gamma=2)  # type: ignore[arg-type]
+    assert shorter == [pytest.approx(1 + a + a * b), pytest.approx(1 + b + b * c)]
+    assert drafter.positions == [0.0, 1.0, 2.0]
+
+
+def test_the_estimate_is_of_the_gamma_asked_for_and_of_whole_blocks() -> None:
+    """Many short texts: cut blocks among them would pull the estimate down."""
+    target, drafter = _chains()
+    p, q = torch.softmax(target.logits, -1), torch.softmax(drafter.logits, -1)
+    proposer = DrafterProposer(drafter)  # type: ignore[arg-type]
+    prompts = [Prompt(str(i), "chat", [i % 6]) for i in range(20)]
+    runs = decode_prompts(SpeculativeDecoder(target, proposer), prompts, 6, SamplerSettings(1.0, 1), [])
+    overlap = torch.minimum(p, q).sum(-1)
+    expected = []
+    for item in runs:
+        tokens = item.generation.tokens
+        for a in (a for a in round_anchors(item) if a + 2 < len(tokens)):
+            first, second = overlap[tokens[a]].item(), overlap[tokens[a + 1]].item()
+            expected.append(1 + first + first * second)
+    found = estimate(target, drafter, runs, gamma=2)  # type: ignore[arg-type]
+    assert found == pytest.approx(sum(expected) / len(expected))
 
 
 def test_the_estimator_agrees_with_decoding() -> None:
@@ -148,6 +172,14 @@ def test_speed_compares_pairs() -> None:
     assert (speeds[0].ratio.value, speeds[0].accepted_length) == (1.0, 1.0)
     assert speeds[1].accepted_length > 3
     assert len(speeds[1].per_prompt) == 3
+
+
+def test_only_a_cpu_is_pinned_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "pinned", lambda threads: pytest.fail("pinned"))
+    generation = Generation([1, 2], [Round(0, 0, 1, censored=False)], 2.0, 1.0, "length")
+    gpu = SimpleNamespace(target=SimpleNamespace(device=torch.device("cuda")), generate=lambda *arguments: generation)
+    decoders: Any = {"plain": gpu}
+    assert measure(decoders, [Prompt("a", "chat", [0])], 2) == {"plain": [generation]}
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +239,36 @@ def test_sampling_has_no_lossless_check(scored: tuple[Target, DSparkDrafter, Sco
     assert len(scores.acceptance["chat"].positions) <= 2
 
 
+def test_in_16_bits_texts_are_not_compared_and_the_report_says_so(
+    scored: tuple[Target, DSparkDrafter, Scores],
+) -> None:
+    target = Target(tiny_model().to(torch.bfloat16), scored[0].tokenizer, name="tiny")
+    drafter = DSparkConfig(num_layers=1, gamma=3, markov_rank=4).build(target.info, (0, 2), MASK_TOKEN_ID).eval()
+    drafter.bind(target.head)
+    config = EvaluateConfig(max_new_tokens=6, timing_prompts=0, bootstrap=10)
+    scores = score(target, drafter, [Prompt("a", "chat", [5])], config, {2})
+    assert (scores.lossless, scores.device, scores.precision) == (None, "cpu", "bfloat16")
+    assert scores.lookup
+    assert "not compared with plain decoding: in bfloat16" in "\n".join(notes(scores))
+    assert not any("not compared" in note for note in notes(scored[2]))
+
+
+def test_the_expected_length_is_that_of_the_gamma_asked_for(
+    scored: tuple[Target, DSparkDrafter, Scores], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter, _ = scored
+    config = EvaluateConfig(max_new_tokens=12, timing_prompts=0, bootstrap=10, gamma=1)
+    seen: list[int | None] = []
+
+    def note(*arguments: object, gamma: int | None = None) -> float:
+        seen.append(gamma)
+        return 1.5
+
+    monkeypatch.setattr(run, "estimate", note)
+    score(target, drafter, [Prompt("a", "chat", [5])], config, {2})
+    assert seen == [1]
+
+
 def test_too_large_a_gamma_and_no_prompts(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
     target, drafter, _ = scored
     with pytest.raises(ConfigError, match="evaluate.gamma=9"):
@@ -224,12 +286,41 @@ def test_report_files(scored: tuple[Target, DSparkDrafter, Scores], tmp_path: Pa
     assert not list((tmp_path / "new").glob("*.part"))
 
 
+def test_the_commit_is_the_packages_own(tmp_path: Path) -> None:
+    """A package in a virtual environment inside a repository is not that repository's code."""
+    own, installed = tmp_path / "deepspec", tmp_path / ".venv" / "lib" / "deepspec"
+    for folder in (own, installed):
+        folder.mkdir(parents=True)
+    version = f"none, version {deepspec.__version__}"
+    assert commit_of(own) == version
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
+    for arguments in (("init", "--quiet"), ("commit", "--quiet", "--allow-empty", "--message=x")):
+        subprocess.run([*git, *arguments], check=True, timeout=60)
+    assert re.fullmatch(r"[0-9a-f]{12}", commit_of(own))
+    assert commit_of(installed) == version
+
+
 def test_text_from_outside_is_escaped(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
     hostile = "<script>alert(1)</script> | `x` [a](b)"
     scores = Scores(**{**vars(scored[2]), "answer": Answer(hostile, hostile, hostile)})
     assert "<script>" not in page(scores, {"data": hostile})
     text = markdown(scores, {"data": hostile})
     assert all(line.startswith("    ") for line in text.splitlines() if "<script>" in line and "\\<" not in line)
+
+
+def test_no_text_becomes_markup_or_steers_a_terminal(scored: tuple[Target, DSparkDrafter, Scores]) -> None:
+    hostile = "![a](b) # [c] !d &lt; \x1b[31m\x9b2J\u202e"
+    scores = Scores(**{**vars(scored[2]), "answer": Answer(hostile, hostile, hostile)})
+    scores.acceptance[hostile] = scores.acceptance["all"]
+    try:
+        texts = [terminal_text(scores), markdown(scores, {"data": hostile}), page(scores, {"data": hostile})]
+    finally:
+        del scores.acceptance[hostile]
+    assert not any(c in text for text in texts for c in "\x1b\x9b\u202e")
+    escaped = "\\!\\[a\\](b) \\# \\[c\\] \\!d \\&lt; \\[31m2J"
+    assert texts[1].count(escaped) == 2  # the fact and the table's row; the answers are code
+    assert texts[1].count("\n    ![a](b) # [c] !d &lt; [31m2J\n") == 3
+    assert "&amp;lt;" in texts[2]
 
 
 def test_without_matplotlib_the_message_names_the_extra(

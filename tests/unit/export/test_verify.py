@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from deepspec.export.package import staged
 from deepspec.export.quantise import Profile
 from deepspec.export.run import Exported, export_package
 from deepspec.export.states import StateWatch
-from deepspec.export.verify import MEAN_TV_LIMIT, Material, VerificationError, anchors_of
+from deepspec.export.verify import MEAN_TV_LIMIT, Material, VerificationError, anchors_of, compare_distributions
 from deepspec.inference.package import load_package
 from deepspec.targets.target import StepFeatures, Target
 from tests.unit.export.tiny import make_drafter, make_samples, make_target
@@ -170,10 +171,26 @@ def test_anchors_are_supervised_with_a_supervised_successor() -> None:
 
 
 def test_the_card_escapes_what_others_wrote(tmp_path: Path) -> None:
-    origin = Origin(recipe="<script>x</script>", data="a|b\n# heading", step=7, target_path="path")
+    origin = Origin(recipe="<script>x</script>", data="a|b\n# heading", step=7, target_path="a_b c;\x1b[2J")
     export(tmp_path / "package", origin=origin)
     card = (tmp_path / "package" / "card.md").read_text()
     assert "<script>" not in card.replace("\\<", "")
     assert "\n# heading" not in card
+    assert "--target 'a_b c;[2J' --prompt" in card, "code is not escaped, but one word of the shell"
     for words in ("optimiser steps: 7", "accepted length, greedy, 1 prompts", "linears of the layers", "How to load"):
         assert words in card
+
+
+def test_the_expected_length_is_that_of_whole_blocks() -> None:
+    """Only the first block of gamma 4 is whole here; those cut by the end of a turn are compared, but not counted."""
+    target = make_target()
+    drafter, _ = make_drafter(target)
+    ids = make_samples(1)[0].input_ids[:20]
+    whole = Sample("x", ids, (False,) * 9 + (True,) * 5 + (False,) * 6)
+    both = Sample("x", ids, (False,) * 9 + (True,) * 5 + (False,) * 2 + (True,) * 3 + (False,))
+    anchors = {len(anchors_of(sample)) for sample in (whole, both)}
+    assert anchors == {4, 6}
+    found = compare_distributions(drafter, drafter, target, [both])
+    assert found.expected_before == compare_distributions(drafter, drafter, target, [whole]).expected_before > 1
+    cut = Sample("x", ids, (False,) * 9 + (True,) * 3 + (False,) * 8)
+    assert math.isnan(compare_distributions(drafter, drafter, target, [cut]).expected_before)

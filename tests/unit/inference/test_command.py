@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from deepspec.inference.__main__ import main
 from tests.helpers import tiny_model, tiny_tokenizer
@@ -80,3 +81,11 @@ def test_target_without_chat_template(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(arguments) == 2
     assert "--raw" in capsys.readouterr().err
     assert main([*arguments, "--raw"]) == 0
+
+
+def test_an_answer_cannot_steer_the_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *arguments, **options: "\x1b[31mred\x07\nline")
+    assert main(["--target", str(folder), "--prompt", "hi", "--plain", "--max-new-tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("[31mred\nline\n\n[2 tokens")
