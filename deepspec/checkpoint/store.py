@@ -10,6 +10,7 @@ checkpoints/
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from deepspec.checkpoint.atomic import TEMPORARY_SUFFIX, new_folder, write_json, write_text
+from deepspec.checkpoint.atomic import new_folder, write_json, write_text
 from deepspec.checkpoint.state import Progress, TrainState
 from deepspec.drafters.files import POINTER, TENSORS, read_tensors, save_drafter
 from deepspec.errors import PackageError, TrainingError
@@ -36,6 +37,7 @@ FORMAT = "deepspec-checkpoint"
 VERSION = 1
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
+NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,11 @@ class CheckpointStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
-        """Return the checkpoint folders, newest first; temporary ones are not among them."""
+        """Return the checkpoint folders, newest first; temporary ones and copies by other names are not among them."""
         if not self.folder.exists():
             return []
-        found = [p for p in self.folder.glob("step-*") if p.is_dir() and not p.name.endswith(TEMPORARY_SUFFIX)]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+        found = [(int(match[1]), p) for p in self.folder.iterdir() if (match := NAME.fullmatch(p.name)) and p.is_dir()]
+        return [path for _, path in sorted(found, reverse=True)]
 
     def newest(self) -> str | None:
         """Return the name of the newest whole checkpoint, None when there is none.

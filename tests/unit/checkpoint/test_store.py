@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,15 @@ def test_left_over_temporary_folder_is_ignored(tmp_path: Path) -> None:
     assert store.newest() == "step-000005"
     store.save(state(), Progress(step=10))
     assert names(tmp_path) == ["latest", "step-000005", "step-000010"]
+
+
+def test_folders_by_other_names_are_left_alone(tmp_path: Path) -> None:
+    """A copy that somebody keeps is neither resumed from, nor counted, nor deleted."""
+    store = toy.make_store(tmp_path, toy.make_drafter(), keep=1)
+    shutil.copytree(store.save(state(), Progress(step=5)), tmp_path / "step-000005-best")
+    store.save(state(), Progress(step=10))
+    assert store.newest() == "step-000010"
+    assert names(tmp_path) == ["latest", "step-000005-best", "step-000010"]
 
 
 def test_starting_anew_sets_older_ones_aside(tmp_path: Path) -> None:
