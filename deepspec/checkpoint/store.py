@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from deepspec.checkpoint.atomic import new_folder, write_json, write_text
+from deepspec.checkpoint.atomic import free_path, new_folder, write_json, write_text
 from deepspec.checkpoint.state import Progress, TrainState
 from deepspec.drafters.files import POINTER, TENSORS, read_tensors, save_drafter
 from deepspec.errors import PackageError, TrainingError
@@ -85,7 +85,7 @@ class CheckpointStore:
                 f"checkpoint {path} could not be written: {error}; older checkpoints are intact. "
                 "Free some space or set paths.run to another disk, then run the same command again to resume"
             ) from error
-        self._prune()
+        self._prune(path)
         return path
 
     def _write(self, folder: Path, state: TrainState, progress: Progress) -> None:
@@ -107,14 +107,13 @@ class CheckpointStore:
         """Rename the folder when it holds checkpoints, so that the run starts anew and nothing is lost."""
         if not self._folders():
             return
-        number = 1
-        while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
-            number += 1
-        self.folder.rename(aside)
+        aside = self.folder.rename(free_path(self.folder.with_name(f"{self.folder.name}-before")))
         log.warning("older checkpoints were moved to %s", aside)
 
-    def _prune(self) -> None:
-        for folder in self._folders()[max(1, self._keep) :]:
+    def _prune(self, written: Path) -> None:
+        """Keep the one just written, whatever its number, and the newest of the others."""
+        others = [folder for folder in self._folders() if folder != written]
+        for folder in others[max(0, self._keep - 1) :]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
@@ -127,21 +126,31 @@ class CheckpointStore:
     def newest(self) -> str | None:
         """Return the name of the newest whole checkpoint, None when there is none.
 
+        Damaged ones that are newer get another name: the steps that they stand for come again.
+
         Raises:
             PackageError: there are checkpoints, and every one of them is damaged.
         """
-        folders = self._folders()
-        for position, folder in enumerate(folders):
+        damaged: list[Path] = []
+        for folder in self._folders():
             try:
                 _check(folder)
             except PackageError as error:
-                before = folders[position + 1].name if position + 1 < len(folders) else "none is left"
-                log.warning("checkpoint %s is damaged (%s); falling back to the one before: %s", folder, error, before)
+                log.warning("checkpoint %s is damaged: %s", folder, error)
+                damaged.append(folder)
                 continue
+            if damaged:
+                self._fall_back(damaged, folder.name)
             return folder.name
-        if folders:
+        if damaged:
             raise PackageError(f"every checkpoint in {self.folder} is damaged; start anew with train.resume=false")
         return None
+
+    def _fall_back(self, damaged: list[Path], name: str) -> None:
+        for folder in damaged:
+            aside = folder.rename(free_path(folder.with_name(f"{folder.name}-damaged")))
+            log.warning("falling back to the one before: %s; the damaged one is now %s", name, aside)
+        write_text(self.folder / POINTER, name + "\n")
 
     def load(self, name: str) -> Checkpoint:
         """Read the checkpoint ``name``."""

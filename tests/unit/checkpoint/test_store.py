@@ -71,6 +71,26 @@ def test_damaged_newest_is_passed_over(tmp_path: Path, damage: str, caplog: pyte
     assert "step-000005" in caplog.text
 
 
+def test_what_comes_after_a_damaged_one_is_kept(tmp_path: Path) -> None:
+    """A run that fell back saves at a smaller step than the damaged one's; that is what the next start goes on from."""
+    store = toy.make_store(tmp_path, toy.make_drafter(), keep=1)
+    store.save(state(), Progress(step=10))
+    kept = toy.make_store(tmp_path, toy.make_drafter(), keep=2)
+    (kept.save(state(), Progress(step=15)) / "state.json").unlink()
+    assert store.newest() == "step-000010"
+    assert (tmp_path / "latest").read_text() == "step-000010\n", "evaluate reads the one that training goes on from"
+    store.save(state(), Progress(step=12))
+    assert names(tmp_path) == ["latest", "step-000012", "step-000015-damaged-1"]
+    assert store.newest() == "step-000012"
+
+
+def test_the_one_just_written_is_never_pruned(tmp_path: Path) -> None:
+    store = toy.make_store(tmp_path, toy.make_drafter(), keep=1)
+    store.save(state(), Progress(step=10))
+    store.save(state(), Progress(step=5))
+    assert names(tmp_path) == ["latest", "step-000005"]
+
+
 def test_only_damaged_ones(tmp_path: Path) -> None:
     store = toy.make_store(tmp_path, toy.make_drafter())
     (store.save(state(), Progress(step=5)) / "state.json").unlink()
