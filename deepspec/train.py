@@ -19,14 +19,17 @@ def main(cfg: RunConfig) -> None:
     Goes on from the newest checkpoint in paths.run; train.resume=false starts anew. The same program runs under
     torchrun, DeepSpeed's launcher and Slurm.
     """
-    from deepspec.engine.distributed import joined_ranks
+    from deepspec.engine.signals import stoppable
     from deepspec.engine.status import recorded_status
     from deepspec.log import setup_logging
 
     run = Path(cfg.paths.run)
-    with recorded_status(run), joined_ranks(cfg.engine) as ranks:
-        setup_logging(run / "logs")
-        train(cfg, run, ranks)
+    with recorded_status(run), stoppable():
+        from deepspec.engine.distributed import joined_ranks  # imports torch, which takes a while
+
+        with joined_ranks(cfg.engine) as ranks:
+            setup_logging(run / "logs")
+            train(cfg, run, ranks)
 
 
 def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:

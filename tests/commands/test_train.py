@@ -93,6 +93,22 @@ def test_a_fitted_start_is_made_once(folder: Path, arguments: list[str]) -> None
     assert all(value.equal(expected[name]) for name, value in weights(resumed).items())
 
 
+def test_stopped_before_the_first_step(folder: Path, arguments: list[str]) -> None:
+    """SIGTERM while torch, the target or the samples are loaded: a launcher learns to start the run again."""
+    run = folder / "stopped"
+    command = [sys.executable, "-m", "deepspec.train", *arguments, f"paths.run={run}"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment())
+    deadline = time.monotonic() + 240
+    while not (run / "status.json").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 75
+    assert status(run)["status"] == "interrupted"
+    assert "received SIGTERM" in status(run)["reason"]
+    assert not (run / "metrics.jsonl").exists()
+
+
 def test_interrupted_and_resumed(folder: Path, arguments: list[str], straight: Path) -> None:
     """SIGTERM ends with 75 after a save; the same command goes on and ends in the same weights."""
     run = folder / "interrupted"
