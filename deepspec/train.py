@@ -19,14 +19,17 @@ def main(cfg: RunConfig) -> None:
     Goes on from the newest checkpoint in paths.run; train.resume=false starts anew. The same program runs under
     torchrun, DeepSpeed's launcher and Slurm.
     """
-    from deepspec.engine.distributed import joined_ranks
+    from deepspec.engine.signals import stoppable
     from deepspec.engine.status import recorded_status
     from deepspec.log import setup_logging
 
     run = Path(cfg.paths.run)
-    with recorded_status(run), joined_ranks(cfg.engine) as ranks:
-        setup_logging(run / "logs")
-        train(cfg, run, ranks)
+    with recorded_status(run), stoppable():
+        from deepspec.engine.distributed import joined_ranks  # imports torch, which takes a while
+
+        with joined_ranks(cfg.engine) as ranks:
+            setup_logging(run / "logs")
+            train(cfg, run, ranks)
 
 
 def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
@@ -40,8 +43,6 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     from deepspec.features.online import FeatureSource, OnlineFeatures, RememberedFeatures
     from deepspec.targets.load import layer_ids, load_target
 
-    if ranks.is_first:
-        save_config(cfg, run / "config.yaml")
     target = load_target(cfg.target, ranks.device)
     taps = layer_ids(cfg.target, target.info.num_layers)
     torch.manual_seed(cfg.seed)
@@ -53,7 +54,7 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     features: FeatureSource = OnlineFeatures(target, taps)
     if cfg.features.memory_gib > 0:
         features = RememberedFeatures(features, int(cfg.features.memory_gib * 2**30))
-    build_trainer(
+    trainer = build_trainer(
         cfg,
         run=run,
         ranks=ranks,
@@ -63,7 +64,10 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
         features=features,
         start=lambda: start_weights(cfg, drafter, target, inputs, features, ranks),
         plain_config=to_plain(cfg),
-    ).run()
+    )
+    if ranks.is_first:  # now that the checkpoint, if there is one, was found to fit
+        save_config(cfg, run / "config.yaml")
+    trainer.run()
 
 
 if __name__ == "__main__":

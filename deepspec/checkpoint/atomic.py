@@ -45,6 +45,14 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
+def free_path(path: Path) -> Path:
+    """Return ``path`` with the first number behind it, ``path-1`` on, that nothing stands under."""
+    number = 1
+    while (free := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return free
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes ``path`` when the block ends well and vanishes otherwise.

@@ -10,6 +10,7 @@ checkpoints/
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from dataclasses import asdict, dataclass
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from deepspec.checkpoint.atomic import new_folder, write_json, write_text
+from deepspec.checkpoint.atomic import free_path, new_folder, write_json, write_text
 from deepspec.checkpoint.state import Progress, TrainState
 from deepspec.drafters.files import DESCRIPTION, TENSORS, read_tensors, save_drafter
 from deepspec.errors import PackageError, TrainingError
 from deepspec.log import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from deepspec.contracts import TargetInfo
@@ -38,6 +39,7 @@ VERSION = 1
 POINTER = "latest"
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
+NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class Checkpoint:
     folder: Path
     state: TrainState
     progress: Progress
-    fingerprints: dict[str, str]  # hash of each section of the configuration
 
 
 class CheckpointStore:
@@ -60,7 +61,7 @@ class CheckpointStore:
         drafter: Drafter,
         config: DrafterConfig,
         info: TargetInfo,
-        fingerprints: dict[str, str],
+        fingerprints: Mapping[str, Any],
         keep: int,
     ) -> None:
         self.folder = folder
@@ -85,7 +86,7 @@ class CheckpointStore:
                 f"checkpoint {path} could not be written: {error}; older checkpoints are intact. "
                 "Free some space or set paths.run to another disk, then run the same command again to resume"
             ) from error
-        self._prune()
+        self._prune(path)
         return path
 
     def _write(self, folder: Path, state: TrainState, progress: Progress) -> None:
@@ -103,28 +104,34 @@ class CheckpointStore:
         }
         write_json(folder / STATE, description)
 
-    def set_aside(self) -> None:
-        """Rename the folder when it holds checkpoints, so that the run starts anew and nothing is lost."""
-        if not _folders(self.folder):
-            return
-        number = 1
-        while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
-            number += 1
-        self.folder.rename(aside)
-        log.warning("older checkpoints were moved to %s", aside)
-
-    def _prune(self) -> None:
-        for folder in _folders(self.folder)[max(1, self._keep) :]:
+    def _prune(self, written: Path) -> None:
+        """Keep the one just written, whatever its number, and the newest of the others."""
+        others = [folder for folder in _folders(self.folder) if folder != written]
+        for folder in others[max(0, self._keep - 1) :]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def newest(self) -> str | None:
         """Return the name of the newest whole checkpoint, None when there is none.
 
+        Damaged ones that are newer get another name: the steps that they stand for come again.
+
         Raises:
             PackageError: there are checkpoints, and every one of them is damaged.
         """
-        found = _newest_whole(self.folder)
+        found, damaged = _newest_whole(self.folder)
+        if found is not None and damaged:
+            self._fall_back(damaged, found.name)
         return None if found is None else found.name
+
+    def _fall_back(self, damaged: list[Path], name: str) -> None:
+        for folder in damaged:
+            aside = folder.rename(free_path(folder.with_name(f"{folder.name}-damaged")))
+            log.warning("falling back to the one before: %s; the damaged one is now %s", name, aside)
+        write_text(self.folder / POINTER, name + "\n")
+
+    def read_fingerprints(self, name: str) -> dict[str, Any]:
+        """Return what the checkpoint ``name`` was trained on and with."""
+        return dict(_read_state(self.folder / name).get("fingerprints", {}))
 
     def load(self, name: str) -> Checkpoint:
         """Read the checkpoint ``name``."""
@@ -140,7 +147,7 @@ class CheckpointStore:
             optimizer_step=int(description["optimizer_step"]),
             loss_scale=dict(description["loss_scale"]),
         )
-        return Checkpoint(folder, state, Progress(**description["progress"]), dict(description["fingerprints"]))
+        return Checkpoint(folder, state, Progress(**description["progress"]))
 
 
 def newest_drafter(run: Path) -> Path:
@@ -158,32 +165,39 @@ def newest_drafter(run: Path) -> Path:
             except PackageError as error:
                 raise PackageError(f"checkpoint {run} is damaged ({error}); give another one") from error
         return run
-    found = _newest_whole(run / "checkpoints", (TENSORS, DESCRIPTION))
+    found, damaged = _newest_whole(run / "checkpoints", (TENSORS, DESCRIPTION))
+    if found is not None and damaged:
+        log.warning("falling back to the one before: %s", found.name)
     if found is None:
         raise PackageError(f"{run} holds no checkpoint; train first, or check run=")
     return found
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, newest first; temporary ones are not among them."""
-    found = [(p.name.removeprefix("step-"), p) for p in folder.glob("step-*") if p.is_dir()]
-    return [p for _, p in sorted(((int(step), p) for step, p in found if step.isdecimal()), reverse=True)]
+    """Return the checkpoints in ``folder``, newest first, without temporary ones and copies by other names."""
+    if not folder.exists():
+        return []
+    found = [(int(match[1]), p) for p in folder.iterdir() if (match := NAME.fullmatch(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
-def _newest_whole(folder: Path, names: Collection[str] | None = None) -> Path | None:
-    """Return the newest checkpoint in ``folder`` whose files (those in ``names``, or all) are whole."""
-    folders = _folders(folder)
-    for position, checkpoint in enumerate(folders):
+def _newest_whole(folder: Path, names: Collection[str] | None = None) -> tuple[Path | None, list[Path]]:
+    """Return the newest checkpoint in ``folder`` whose files (those in ``names``, or all) are whole, None without any.
+
+    The second value holds the damaged ones that are newer.
+    """
+    damaged: list[Path] = []
+    for checkpoint in _folders(folder):
         try:
             _check(checkpoint, names)
         except PackageError as error:
-            before = folders[position + 1].name if position + 1 < len(folders) else "none is left"
-            log.warning("checkpoint %s is damaged (%s); falling back to the one before: %s", checkpoint, error, before)
+            log.warning("checkpoint %s is damaged: %s", checkpoint, error)
+            damaged.append(checkpoint)
             continue
-        return checkpoint
-    if folders:
+        return checkpoint, damaged
+    if damaged:
         raise PackageError(f"every checkpoint in {folder} is damaged; start the training anew with train.resume=false")
-    return None
+    return None, []
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from deepspec.contracts import Ratio
 from deepspec.engine.meters import RatioMeters, peak_memory_gib
+from deepspec.engine.signals import STOPPING
 from deepspec.errors import TrainingError
 from deepspec.log import get_logger, progress
 
@@ -35,13 +36,13 @@ class SignalHook:
 
     def start(self, trainer: Trainer) -> None:  # noqa: ARG002
         """Take over both signals."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPPING:
             self._previous[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._received = signal.Signals(number).name
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, self._previous[number])
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def after_step(self, trainer: Trainer) -> None:
         """Pass the request on to the loop, which asks all ranks."""

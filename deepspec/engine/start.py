@@ -41,11 +41,10 @@ def start_weights(
     if init == "random":
         return
     lines = drafter.initialise_from(target.model)
-    if init == "fitted":
-        drafter.to(ranks.device)
-        if ranks.is_first:
-            lines += drafter.fit(_examples(cfg, inputs, features, ranks))
-        ranks.broadcast_(drafter.parameters())
+    drafter.to(ranks.device)  # where the ranks exchange tensors
+    if init == "fitted" and ranks.is_first:
+        lines += drafter.fit(_examples(cfg, inputs, features, ranks))
+    ranks.broadcast_(drafter.parameters())
     for line in lines:
         log.info("%s", line)
 

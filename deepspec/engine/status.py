@@ -29,7 +29,7 @@ def recorded_status(run: Path) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        if rank() == 0:
+        if rank() == 0 and not _has_ended(run, started):  # else a launcher ends the ranks after another one's failure
             _write(run, "interrupted", str(stop), started, stop.exit_code)
         raise
     except BaseException as error:
@@ -40,10 +40,10 @@ def recorded_status(run: Path) -> Iterator[None]:
 
 
 def _record_failure(run: Path, error: BaseException, started: float) -> None:
-    """Write the failure of any rank; the first one stands, since the others only follow from it."""
+    """Write the failure of any rank; the first end of any stands, since the others only follow from it."""
     reason = str(error) if isinstance(error, DeepSpecError) else f"{type(error).__name__}: {error}"
     try:
-        if _is_failed(run, started):
+        if _has_ended(run, started):
             return
         code = error.exit_code if isinstance(error, DeepSpecError) else EXIT_FAILURE
         _write(run, "failed", reason if rank() == 0 else f"rank {rank()}: {reason}", started, code)
@@ -51,13 +51,13 @@ def _record_failure(run: Path, error: BaseException, started: float) -> None:
         log.error("status.json could not be written: %s", problem)
 
 
-def _is_failed(run: Path, started: float) -> bool:
+def _has_ended(run: Path, started: float) -> bool:
     try:
         status = json.loads((run / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    # Ranks start within a minute of each other; an older failure belongs to an earlier start of the same run.
-    return status.get("status") == "failed" and float(status.get("time", 0)) >= started - 60
+    # Ranks start within a minute of each other; an older end belongs to an earlier start of the same run.
+    return status.get("status") in ("failed", "interrupted") and float(status.get("time", 0)) >= started - 60
 
 
 def _write(run: Path, status: str, reason: str, started: float, exit_code: int | None = None) -> None:

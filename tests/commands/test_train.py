@@ -94,6 +94,22 @@ def test_a_fitted_start_is_made_once(folder: Path, arguments: list[str]) -> None
     assert all(value.equal(expected[name]) for name, value in weights(resumed).items())
 
 
+def test_stopped_before_the_first_step(folder: Path, arguments: list[str]) -> None:
+    """SIGTERM while torch, the target or the samples are loaded: a launcher learns to start the run again."""
+    run = folder / "stopped"
+    command = [sys.executable, "-m", "deepspec.train", *arguments, f"paths.run={run}"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment())
+    deadline = time.monotonic() + 240
+    while not (run / "status.json").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 75
+    assert status(run)["status"] == "interrupted"
+    assert "received SIGTERM" in status(run)["reason"]
+    assert not (run / "metrics.jsonl").exists()
+
+
 def test_interrupted_and_resumed(folder: Path, arguments: list[str], straight: Path) -> None:
     """SIGTERM ends with 75 after a save; the same command goes on and ends in the same weights."""
     run = folder / "interrupted"
@@ -113,6 +129,38 @@ def test_interrupted_and_resumed(folder: Path, arguments: list[str], straight: P
     assert status(run)["status"] == "finished"
     expected = weights(straight)
     assert all(value.equal(expected[name]) for name, value in weights(run).items())
+
+
+def test_a_checkpoint_of_another_drafter_is_refused(folder: Path, arguments: list[str], straight: Path) -> None:
+    """What the run was trained with stays on disk, and the message says how to get back to it."""
+    run = shutil.copytree(straight, folder / "other-drafter")
+    before = (run / "config.yaml").read_bytes()
+    command = [sys.executable, "-m", "deepspec.train", *arguments, f"paths.run={run}", "drafter.gamma=4"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), timeout=240, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "drafter.gamma=4 (was 3)" in done.stderr
+    assert (run / "config.yaml").read_bytes() == before
+
+
+def test_other_weights_of_the_loss_go_on_with_a_warning(folder: Path, arguments: list[str], straight: Path) -> None:
+    run = shutil.copytree(straight, folder / "other-loss")
+    extra = ("drafter.ce=0.3", "train.epochs=2")
+    assert train(arguments, f"paths.run={run}", *extra) == 0
+    said = "".join(p.read_text() for p in (run / "logs").iterdir())
+    assert "drafter.ce=0.3 (was 0.1)" in said
+    assert "the number of steps, " in said and "train.epochs=2 (was 1)" in said
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step-000008"
+
+
+def test_starting_anew_keeps_the_earlier_start(folder: Path, arguments: list[str], straight: Path) -> None:
+    run = shutil.copytree(straight, folder / "anew")
+    assert train(arguments, f"paths.run={run}", "train.resume=false", "train.max_steps=2", "drafter.gamma=2") == 0
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step-000002"
+    for name in ("metrics.jsonl", "config.yaml", "checkpoints/latest"):
+        assert (run / "before-1" / name).read_bytes() == (straight / name).read_bytes()
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [2]
 
 
 @pytest.mark.slow

@@ -99,18 +99,37 @@ def fit_first_layer(drafter: DSparkDrafter, examples: Sequence[Example]) -> list
 
 @dataclass(frozen=True)
 class _Rows:
-    """The supervised slots of one example in front of the first layer."""
+    """The supervised slots of one example in front of the first layer.
 
-    arguments: BlockArguments
+    The states of all slots and their mask are made anew for each use: with an anchor at every token they are larger
+    than the target's features.
+    """
+
+    drafter: DSparkDrafter
+    batch: Batch
+    around: Tensor  # [B, T, D] the context
     slots: objective.Rows
-    tokens: Tensor  # [n] of the context
-    context: Tensor  # [n, D]
     passed: Tensor  # [B*T, D] the tap that the context passes on
+
+    @property
+    def arguments(self) -> BlockArguments:
+        """What the first layer reads."""
+        return self.drafter.arguments_around(self.batch, self.around)
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens [n] of the context."""
+        return self.batch.input_ids[self.batch.segment_ids > 0]
+
+    @property
+    def context(self) -> Tensor:
+        """The context without padding [n, D]."""
+        return self.around[self.batch.segment_ids > 0].float()
 
     @property
     def state(self) -> Tensor:
         """The slot's own state [R, D]."""
-        return self.arguments.x.flatten(0, 1)[self.slots.index].float()
+        return self.drafter.slot_inputs(self.batch).flatten(0, 1)[self.slots.index].float()
 
     @property
     def wanted(self) -> Tensor:
@@ -166,12 +185,11 @@ class _LayerFit:
                 linear.weight.copy_((linear.weight * scale) @ others / scale)
 
     def _rows(self, batch: Batch, features: Features) -> _Rows:
-        arguments, real = self.drafter.block_arguments(batch, features.hidden), batch.segment_ids > 0
         return _Rows(
-            arguments=arguments,
+            drafter=self.drafter,
+            batch=batch,
+            around=self.drafter.context(features.hidden),
             slots=objective.supervised_rows(self.drafter.config, batch),
-            tokens=batch.input_ids[real],
-            context=arguments.context[real].float(),
             passed=features.hidden[..., self.tap].flatten(0, 1),
         )
 
@@ -258,7 +276,8 @@ class _LayerFit:
 
     def _brought(self, rows: _Rows) -> Tensor:
         """Return what the heads bring to each row, [R, H * Dh]."""
-        normed = rows.arguments._replace(x=self.layer.input_layernorm(rows.arguments.x))
+        arguments = rows.arguments
+        normed = arguments._replace(x=self.layer.input_layernorm(arguments.x))
         mixed = self.layer.self_attn.mix(*normed, self.drafter.attention_backend)
         return mixed.flatten(0, 1)[rows.slots.index].float()
 

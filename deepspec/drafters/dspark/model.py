@@ -125,12 +125,19 @@ class DSparkDrafter(Drafter):
 
     def block_arguments(self, batch: Batch, hidden: Tensor) -> BlockArguments:
         """Return what the first layer reads, the blocks of all anchors side by side."""
-        gamma = self.conventions.gamma
-        x = self.block_inputs(batch.input_ids.gather(1, batch.anchor_indices)).flatten(1, 2)
+        return self.arguments_around(batch, self.context(hidden))
+
+    def slot_inputs(self, batch: Batch) -> Tensor:
+        """Embed the slots of all anchors side by side, [B, A*K, D]."""
+        return self.block_inputs(batch.input_ids.gather(1, batch.anchor_indices)).flatten(1, 2)
+
+    def arguments_around(self, batch: Batch, context: Tensor) -> BlockArguments:
+        """Return what the first layer reads, for a context [B, T, D] that is known already."""
+        gamma, x = self.conventions.gamma, self.slot_inputs(batch)
         slots = block_positions(batch, gamma).flatten(1)[:, None]  # [B, 1, A*K]
         return BlockArguments(
             x=x,
-            context=self.context(hidden),
+            context=context,
             rotation=self.rope(slots, x.dtype),
             context_rotation=self.rope(batch.position_ids[:, None], x.dtype),
             mask=block_mask(batch, gamma, self.conventions.sliding_window),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 from deepspec.contracts import Batch, Features
+from deepspec.drafters.dspark import model as model_module
 from deepspec.drafters.dspark import objective
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.fit import NEAREST, SIDE, TOKEN, _parts, _sketches
 from deepspec.drafters.dspark.least_squares import LeastSquares
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.nn.head import FrozenHead
+from deepspec.nn.masks import block_mask
 from deepspec.nn.rope import RotaryEmbedding, rotate
 from tests.helpers import tiny_target
 from tests.unit.drafters.small import TAPS, VOCAB, WIDTH, row, target_info
@@ -224,6 +227,25 @@ def test_a_reduced_vocabulary_gets_its_own_markov_rows() -> None:
         drafter.fit(target.examples(8))
     assert whole.markov_head is not None and reduced.markov_head is not None
     torch.testing.assert_close(whole.markov_head.markov_w2.weight[ids], reduced.markov_head.markov_w2.weight)
+
+
+def test_masks_of_all_examples_are_never_held_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask holds slots times keys: half a gigabyte for one answer of thousands of tokens."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal most
+        mask = block_mask(*arguments)
+        made.append(weakref.ref(mask))
+        most = max(most, sum(reference() is not None for reference in made))
+        return mask
+
+    monkeypatch.setattr(model_module, "block_mask", counted)
+    target = Planted()
+    target.drafter().fit(target.examples(8))
+    assert len(made) > 8
+    assert most <= 2
 
 
 def test_blocks_of_one_slot_can_be_fitted() -> None:

@@ -1,8 +1,13 @@
-"""Metric files, W&B offline with the real library, and status.json."""
+"""Metric files, W&B offline with the real library, status.json, and signals outside of steps."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ from deepspec.config.schema import TrackerConfig
 from deepspec.contracts import Ratio
 from deepspec.engine.distributed import choose_device
 from deepspec.engine.meters import RatioMeters
+from deepspec.engine.signals import STOPPING, stoppable
 from deepspec.engine.status import recorded_status
 from deepspec.engine.tracker import JsonLines, make_tracker
 from deepspec.errors import ConfigError, DataError, Interrupted, TrainingError
@@ -88,6 +94,53 @@ def test_first_failure_of_a_start_stands(tmp_path: Path, monkeypatch: pytest.Mon
             raise DataError(message)
         if rank == "1":
             assert json.loads((tmp_path / "status.json").read_text())["reason"] == "rank 1: line 3"
+
+
+def test_the_first_end_of_any_rank_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher sends SIGTERM to the others when one has failed; when one was stopped, the others lose it."""
+    with pytest.raises(Interrupted), recorded_status(tmp_path):
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(DataError), recorded_status(tmp_path):
+            raise DataError("line 3")
+        monkeypatch.setenv("RANK", "0")
+        raise Interrupted("received SIGTERM")
+    assert json.loads((tmp_path / "status.json").read_text())["reason"] == "rank 1: line 3"
+    with pytest.raises(Interrupted), recorded_status(tmp_path):
+        raise Interrupted("received SIGTERM")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(TrainingError), recorded_status(tmp_path):
+        raise TrainingError("connection closed by peer")
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "interrupted"
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Give the signals back after a test."""
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", STOPPING)
+def test_signal_outside_of_steps(tmp_path: Path, number: signal.Signals) -> None:
+    """Code that catches every Exception does not swallow it, and a launcher's SIGTERM that follows changes nothing."""
+    with pytest.raises(Interrupted, match=f"received {number.name}"), recorded_status(tmp_path), stoppable():
+        with suppress(Exception):
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+        raise DataError("the signal was swallowed")
+    os.kill(os.getpid(), signal.SIGTERM)
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["status"], found["exit_code"]) == ("interrupted", 75)
+
+
+def test_signals_are_given_back() -> None:
+    before = [signal.getsignal(number) for number in STOPPING]
+    with stoppable():
+        assert [signal.getsignal(number) for number in STOPPING] != before
+    assert [signal.getsignal(number) for number in STOPPING] == before
 
 
 def test_meters_divide_once() -> None:
