@@ -31,32 +31,6 @@ def test_training_and_decoding_draft_alike(window: int | None) -> None:
         torch.testing.assert_close(proposal.probabilities, expected[block].softmax(-1), atol=1e-6, rtol=1e-4)
 
 
-def test_proposing_leaves_the_state_as_it_was() -> None:
-    model = drafter()
-    _, features = row(20, [3])
-    state = model.start(20)
-    model.extend(state, features.hidden[0, :7])
-    first = model.propose(state, 11, 5, greedy)
-    model.extend(state, features.hidden[0, 7:9])
-    fresh = model.start(20)
-    model.extend(fresh, features.hidden[0, :9])
-    again, other = model.propose(state, 12, 5, greedy), model.propose(fresh, 12, 5, greedy)
-    torch.testing.assert_close(again.probabilities, other.probabilities)
-    assert first.tokens.shape == again.tokens.shape
-
-
-def test_fewer_tokens_are_the_first_of_the_block() -> None:
-    model = drafter()
-    _, features = row(20, [3])
-    state = model.start(20)
-    model.extend(state, features.hidden[0, :7])
-    whole, part = model.propose(state, 11, 5, greedy), model.propose(state, 11, 2, greedy)
-    assert part.tokens.tolist() == whole.tokens[:2].tolist()
-    torch.testing.assert_close(part.probabilities, whole.probabilities[:2])
-    assert whole.confidence is not None and part.confidence is not None
-    torch.testing.assert_close(part.confidence, whole.confidence[:2])
-
-
 @pytest.mark.parametrize("asked", [0, 6])
 def test_more_tokens_than_trained_for_are_refused(asked: int) -> None:
     model = drafter()
@@ -97,16 +71,6 @@ def test_a_block_does_not_see_its_future(window: int | None) -> None:
     after = model.block_states(replace(batch, input_ids=ids), hidden)
     torch.testing.assert_close(after[:, 0], before[:, 0])
     assert (after[:, 1] - before[:, 1]).abs().max() > 1e-3
-
-
-def test_tokens_after_the_block_do_not_change_the_loss() -> None:
-    model = drafter()
-    batch, features = row(30, [10])
-    ids, hidden, last = batch.input_ids.clone(), features.hidden.clone(), features.last_hidden.clone()
-    ids[:, 16:], hidden[:, 10:], last[:, 15:] = 3, 0.5, 0.5
-    before, after = model(batch, features), model(replace(batch, input_ids=ids), Features(hidden, last))
-    for name in before.sums:
-        torch.testing.assert_close(after.sums[name], before.sums[name])
 
 
 def _packed(first: tuple[Batch, Features], second: tuple[Batch, Features]) -> tuple[Batch, Features]:
@@ -183,15 +147,6 @@ def test_slots_end_with_the_turn_and_with_the_document() -> None:
     mask[0, 15] = False  # token 5 of the second document
     counted = slot_mask(replace(batch, loss_mask=mask), 5)
     assert counted[0].tolist() == [[True, True, True, False, False], [True, False, False, False, False]]
-
-
-def test_a_batch_without_a_slot_gives_zero_sums_and_zero_gradients() -> None:
-    model = drafter()
-    batch, features = row(10, [3])
-    out = model(replace(batch, anchor_mask=torch.zeros(1, 1, dtype=torch.bool)), features)
-    torch.stack(list(out.sums.values())).sum().backward()
-    assert [value.item() for value in out.sums.values()] == [0.0, 0.0]
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def test_drafting_far_beyond_the_training_length() -> None:
