@@ -2,7 +2,12 @@
 
 One optimiser step: the micro-batches of this rank are read, their denominators summed over micro-batches and ranks, and
 each micro-batch's loss is ``sum_t coefficient_t * sum_t / denominator_t``. So the same samples give the same gradient
-however they are split. On CUDA the host waits for the device only where a line of metrics is written.
+however they are split.
+
+On CUDA the host waits for the device in every micro-batch, where a size or a choice depends on the data: whether rows
+are packed (``Target.features``), how many tokens a remembered sample has and whether they are the known ones
+(``RememberedFeatures``), how many rows an objective scores, and how its loss cuts them into chunks. The loop itself
+waits only where it writes a line of metrics or looks for skipped steps.
 """
 
 from __future__ import annotations

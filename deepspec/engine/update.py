@@ -1,6 +1,6 @@
 """The update of one step from whole fp32 gradients: unscale, clip by the global norm, skip what is not finite.
 
-Nothing here makes the host wait for the device.
+With AdamW nothing here makes the host wait for the device; any other optimiser waits to know whether to skip.
 """
 
 from __future__ import annotations

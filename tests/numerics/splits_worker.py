@@ -40,6 +40,27 @@ class PerMicroBatchMean(Trainer):
         super()._micro_batch(batch, own, {name: value * parts for name, value in own.items()})
 
 
+class SilentHalf(Trainer):
+    """Of a step's four samples the first two supervise nothing: on two ranks all that the first rank has."""
+
+    def train_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
+        speaks = [torch.tensor([_in_second_half(name) for name in batch.sample_ids]) for batch in micro_batches]
+        silenced = [replace(b, loss_mask=b.loss_mask & s[:, None]) for b, s in zip(micro_batches, speaks, strict=True)]
+        super().train_step(step, silenced)
+
+
+class AbsentHalf(Trainer):
+    """The first two of a step's four samples are not there."""
+
+    def train_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
+        names = [name for batch in micro_batches for name in batch.sample_ids if _in_second_half(name)]
+        super().train_step(step, [toy.make_batch([int(name) for name in names])])
+
+
+def _in_second_half(sample: str) -> bool:
+    return int(sample) % toy.GLOBAL_BATCH >= toy.GLOBAL_BATCH // 2
+
+
 def measure(ranks: Ranks, trainer: type[Trainer] = Trainer, **engine: Any) -> dict[str, Any]:
     """Return the first step's gradient (out of Adam's first moment) and the change after 20 steps, clipped and not."""
     result: dict[str, Any] = {}
@@ -80,10 +101,15 @@ def measure_all(ranks: Ranks, out: Path, engines: Sequence[str]) -> None:
                 "micro_batch_size": micro,
             }
     found = {name: measure(ranks, **values) for name, values in cases.items()}
+    absent = measure(toy.ONE_RANK, AbsentHalf)
+    ones = {name: values for name, values in cases.items() if values["micro_batch_size"] == 1}
+    silent = {f"silent {name}": measure(ranks, SilentHalf, **values) for name, values in ones.items()}
     found["fault rank"] = measure(ranks, PerRankMean, micro_batch_size=largest)
     found["fault micro"] = measure(ranks, PerMicroBatchMean, micro_batch_size=1)
     if ranks.is_first:
-        out.write_text(json.dumps({name: compare(value, alone) for name, value in found.items()}))
+        distances = {name: compare(value, alone) for name, value in found.items()}
+        distances |= {name: compare(value, absent) for name, value in silent.items()}
+        out.write_text(json.dumps(distances))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ GRADIENT, UPDATE = 2e-6, 1e-4  # relative L2 in fp32: only the order of summatio
 
 def check(measured: dict[str, dict[str, float]], engines: tuple[str, ...]) -> None:
     good = {name: values for name, values in measured.items() if not name.startswith("fault")}
-    assert len(good) == 2 * len(engines)
+    assert len(good) == 3 * len(engines)
     for name, values in good.items():
         for what, distance in values.items():
             limit = UPDATE if what.endswith("update") else GRADIENT
@@ -24,7 +24,10 @@ def check(measured: dict[str, dict[str, float]], engines: tuple[str, ...]) -> No
 
 @pytest.mark.timeout(600)
 def test_two_ranks(two_ranks: Path) -> None:
-    """Ranks with 1 and 8 supervised tokens, micro-batches with 0, 1, 2 and 6; clipping by the norm over all shards."""
+    """Ranks with 1 and 8 supervised tokens, micro-batches with 0, 1, 2 and 6; clipping by the norm over all shards.
+
+    Then a rank without any supervised token: the others train on as if its samples were absent.
+    """
     measured = json.loads((two_ranks / "measured.json").read_text())
     check(measured, FAST_ENGINES)
     for fault in ("fault rank", "fault micro"):
@@ -35,6 +38,7 @@ def test_two_ranks(two_ranks: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_rank(tmp_path: Path) -> None:
+    """The same splits of one rank, and micro-batches without any supervised token."""
     out = tmp_path / "measured.json"
     assert start_ranks("tests.numerics.splits_worker", str(out), *FAST_ENGINES, world_size=1) == [0]
     check(json.loads(out.read_text()), FAST_ENGINES)

@@ -1,7 +1,9 @@
 """Start a drafter from its target's own last layers.
 
-The drafter's layers get the weights of the target's last ``num_layers`` layers, and ``fc`` passes one captured layer
-on: the one that the first of them reads in the target where it is captured, else the last. Three things differ and are
+The drafter's L layers get the weights of the target's last L of N layers; with ``init=fitted`` only those behind
+``layers.0`` are copies, of the last L-1. ``fc`` passes one captured layer on as the context of every layer: N-L, which
+the layer that ``layers.1`` copies reads in the target, where it is captured, else the last. So the choice serves the
+layers behind ``layers.0``; the layer that a copied ``layers.0`` comes from reads N-L-1. Three things differ and are
 folded in:
 
 - One ``hidden_norm`` serves the keys and values of every layer, while each target layer has its own input norm. Both
@@ -208,7 +210,7 @@ def _copy_final_norm(drafter: DSparkDrafter, parent: nn.Module) -> str:
 def passed_tap(drafter: DSparkDrafter) -> int:
     """Return the place among the captured layers of the one that ``fc`` passes on.
 
-    It is the input of the first layer that was copied when all behind ``layers.0`` were, or else the last.
+    It serves the layers behind ``layers.0``: it is what the first of them reads in the target, or else the last.
     """
     ids = drafter.conventions.target_layer_ids
     wanted = _read_by_copies(drafter)
@@ -226,9 +228,14 @@ def _pass_tap_on(drafter: DSparkDrafter) -> str:
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, place * width : (place + 1) * width] = torch.eye(width)
     passed, wanted = drafter.conventions.target_layer_ids[place], _read_by_copies(drafter)
-    if passed != wanted:
-        return f"fc passes layer {passed} on (better: {wanted}, which is not among target.target_layer_ids)"
-    return f"fc passes layer {passed} on"
+    if len(drafter.layers) == 1:
+        return f"fc passes layer {passed} on"
+    if passed == wanted:
+        return f"fc passes layer {passed} on, for the layers behind layers.0"
+    return (
+        f"fc passes layer {passed} on (better for the layers behind layers.0: {wanted}, "
+        "which is not among target.target_layer_ids)"
+    )
 
 
 def _weight(module: nn.Module, name: str) -> Tensor | None:

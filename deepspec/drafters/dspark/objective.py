@@ -83,7 +83,10 @@ def supervised_rows(config: DSparkConfig, batch: Batch) -> Rows:
 
 
 def _rows(config: DSparkConfig, batch: Batch, mask: Tensor) -> Rows:
-    """Pick the slots that count; the others cost nothing. (One host sync a micro-batch: the number of rows.)"""
+    """Pick the slots that count; the others cost nothing.
+
+    On CUDA the host waits here for the number of rows; ``block_loss`` waits again to cut them into chunks.
+    """
     width, gamma = batch.input_ids.shape[1], mask.shape[2]
     index = mask.flatten().nonzero().squeeze(1)  # [R]
     slot = index % gamma

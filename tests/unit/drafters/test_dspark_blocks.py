@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 from deepspec.contracts import Batch, Features
+from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.drafters.dspark.objective import slot_mask
 from deepspec.errors import ConfigError, DeepSpecError
-from tests.unit.drafters.small import Forced, draft_logits, drafter, greedy, row
+from deepspec.nn.masks import block_mask
+from tests.unit.drafters.small import Forced, draft_logits, drafter, greedy, row, target_info
 
 WINDOWS = [None, 4, 9, 200]
+FIELDS = ["input_ids", "segment_ids", "position_ids", "loss_mask", "anchor_indices", "anchor_mask"]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -29,32 +33,6 @@ def test_training_and_decoding_draft_alike(window: int | None) -> None:
         proposal = model.propose(state, tokens[0], 5, sampler)
         torch.testing.assert_close(torch.stack(sampler.logits), expected[block], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(proposal.probabilities, expected[block].softmax(-1), atol=1e-6, rtol=1e-4)
-
-
-def test_proposing_leaves_the_state_as_it_was() -> None:
-    model = drafter()
-    _, features = row(20, [3])
-    state = model.start(20)
-    model.extend(state, features.hidden[0, :7])
-    first = model.propose(state, 11, 5, greedy)
-    model.extend(state, features.hidden[0, 7:9])
-    fresh = model.start(20)
-    model.extend(fresh, features.hidden[0, :9])
-    again, other = model.propose(state, 12, 5, greedy), model.propose(fresh, 12, 5, greedy)
-    torch.testing.assert_close(again.probabilities, other.probabilities)
-    assert first.tokens.shape == again.tokens.shape
-
-
-def test_fewer_tokens_are_the_first_of_the_block() -> None:
-    model = drafter()
-    _, features = row(20, [3])
-    state = model.start(20)
-    model.extend(state, features.hidden[0, :7])
-    whole, part = model.propose(state, 11, 5, greedy), model.propose(state, 11, 2, greedy)
-    assert part.tokens.tolist() == whole.tokens[:2].tolist()
-    torch.testing.assert_close(part.probabilities, whole.probabilities[:2])
-    assert whole.confidence is not None and part.confidence is not None
-    torch.testing.assert_close(part.confidence, whole.confidence[:2])
 
 
 @pytest.mark.parametrize("asked", [0, 6])
@@ -99,16 +77,6 @@ def test_a_block_does_not_see_its_future(window: int | None) -> None:
     assert (after[:, 1] - before[:, 1]).abs().max() > 1e-3
 
 
-def test_tokens_after_the_block_do_not_change_the_loss() -> None:
-    model = drafter()
-    batch, features = row(30, [10])
-    ids, hidden, last = batch.input_ids.clone(), features.hidden.clone(), features.last_hidden.clone()
-    ids[:, 16:], hidden[:, 10:], last[:, 15:] = 3, 0.5, 0.5
-    before, after = model(batch, features), model(replace(batch, input_ids=ids), Features(hidden, last))
-    for name in before.sums:
-        torch.testing.assert_close(after.sums[name], before.sums[name])
-
-
 def _packed(first: tuple[Batch, Features], second: tuple[Batch, Features]) -> tuple[Batch, Features]:
     (a, fa), (b, fb) = first, second
     length = a.input_ids.shape[1]
@@ -139,6 +107,35 @@ def _padded(case: tuple[Batch, Features], length: int, anchors: int) -> tuple[Ba
     return padded, Features(hidden, pad(features.last_hidden, (0, 0, 0, more), value=3.0))
 
 
+def _stacked(first: tuple[Batch, Features], second: tuple[Batch, Features]) -> tuple[Batch, Features]:
+    (a, fa), (b, fb) = first, second
+    joined: dict[str, Any] = {n: torch.cat((getattr(a, n), getattr(b, n))) for n in FIELDS}
+    features = Features(torch.cat((fa.hidden, fb.hidden)), torch.cat((fa.last_hidden, fb.last_hidden)))
+    return Batch(**joined), features
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_every_back_end_gives_the_same_loss_and_gradients(window: int | None) -> None:
+    """A row of 5 tokens beside one of 500, with padding behind both and padding anchors: slots that see nothing."""
+    short, long = row(5, [2], seed=1), row(500, [3, 250, 494], seed=2)
+    batch, features = _stacked(_padded(short, 510, 4), _padded(long, 510, 4))
+    assert not block_mask(batch, 5, window).any(-1).all()
+    model = drafter(sliding_window=window)
+    found: dict[str, tuple[dict[str, float], torch.Tensor]] = {}
+    for backend in ("sdpa", "eager"):
+        model.attention_backend = backend
+        model.zero_grad()
+        sums = model(batch, features).sums
+        torch.stack(list(sums.values())).sum().backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found[backend] = {name: value.item() for name, value in sums.items()}, gradients
+    (sums, gradients), (expected, reference) = found["sdpa"], found["eager"]
+    assert all(math.isfinite(value) and value > 0 for value in expected.values())
+    assert reference.isfinite().all()
+    assert sums == pytest.approx(expected, rel=1e-5)
+    assert (gradients - reference).norm() <= 1e-5 * reference.norm()
+
+
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_packing_padding_and_splitting_give_the_same_sums_and_gradients(backend: str, window: int | None) -> None:
@@ -160,20 +157,11 @@ def test_packing_padding_and_splitting_give_the_same_sums_and_gradients(backend:
         return sums, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), weight
 
     expected = run([first, second])
-    padded = [_padded(first, 40, 4), _padded(second, 40, 4)]
-    joined: dict[str, Any] = {n: torch.cat((getattr(padded[0][0], n), getattr(padded[1][0], n))) for n in FIELDS}
-    rows = Batch(**joined)
-    features = Features(
-        torch.cat((padded[0][1].hidden, padded[1][1].hidden)),
-        torch.cat((padded[0][1].last_hidden, padded[1][1].last_hidden)),
-    )
-    for other in (run([_packed(first, second)]), run([(rows, features)])):
+    rows = _stacked(_padded(first, 40, 4), _padded(second, 40, 4))
+    for other in (run([_packed(first, second)]), run([rows])):
         assert other[0] == pytest.approx(expected[0], rel=1e-5)
         assert (other[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
         assert other[2] == pytest.approx(expected[2], rel=1e-6)
-
-
-FIELDS = ["input_ids", "segment_ids", "position_ids", "loss_mask", "anchor_indices", "anchor_mask"]
 
 
 def test_slots_end_with_the_turn_and_with_the_document() -> None:
@@ -185,23 +173,49 @@ def test_slots_end_with_the_turn_and_with_the_document() -> None:
     assert counted[0].tolist() == [[True, True, True, False, False], [True, False, False, False, False]]
 
 
-def test_a_batch_without_a_slot_gives_zero_sums_and_zero_gradients() -> None:
-    model = drafter()
-    batch, features = row(10, [3])
-    out = model(replace(batch, anchor_mask=torch.zeros(1, 1, dtype=torch.bool)), features)
-    torch.stack(list(out.sums.values())).sum().backward()
-    assert [value.item() for value in out.sums.values()] == [0.0, 0.0]
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+def _turned(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Turn heads [H, n, Dh], channels i and i + Dh/2 as one complex number, by positions [n] times theta^(-2i/Dh)."""
+    low, high = heads.chunk(2, dim=-1)
+    angles = positions[:, None].double() * 10000.0 ** (-torch.arange(low.shape[-1]).double() / low.shape[-1])
+    turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def test_drafting_far_beyond_the_training_length() -> None:
-    """Positions are unbounded: a context that starts at 4000 drafts as one at 0, rotary positions being relative."""
-    model = drafter().double()
+def _at_positions(model: DSparkDrafter, hidden: torch.Tensor, anchor: int, positions: torch.Tensor) -> torch.Tensor:
+    """Return the logits [K, V] of a block behind ``hidden`` [t, C*D]; both sit at the ``positions`` [t+K] given."""
+    context, x = model.context(hidden), model.block_inputs(torch.tensor(anchor))
+    for layer in model.decoder_layers:
+        attention, normed = layer.self_attn, layer.input_layernorm(x)
+        both = torch.cat((context, normed))
+        q = attention.q_norm(attention.q_proj(normed).view(-1, 4, 8)).transpose(0, 1)
+        k = attention.k_norm(attention.k_proj(both).view(-1, 2, 8)).transpose(0, 1)
+        v = attention.v_proj(both).view(-1, 2, 8).transpose(0, 1)
+        q, k = _turned(q, positions[len(hidden) :]), _turned(k, positions)
+        scores = q @ k.repeat_interleave(2, 0).transpose(1, 2) / 8**0.5
+        mixed = scores.softmax(-1) @ v.repeat_interleave(2, 0)
+        x = x + attention.o_proj(mixed.transpose(0, 1).flatten(1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.head.logits(model.norm(x))
+
+
+@pytest.mark.parametrize(("anchor", "tolerance"), [(40, 1e-5), (4000, 2e-3)])  # angles are fp32
+def test_drafting_far_beyond_the_training_length(anchor: int, tolerance: float) -> None:
+    """A drafter for 32 positions drafts at 40 and at 4000 as if every position were written out."""
+    info = target_info(max_position_embeddings=32)
+    model = drafter(info=info, markov_head="none", confidence_head=False).double()
     model.bind(model.head.to(dtype=torch.float64))
-    batch, features = row(24, [12])
-    far = replace(batch, position_ids=batch.position_ids + 4000)
-    near, away = (model.block_states(b, features.hidden.double()) for b in (batch, far))
-    torch.testing.assert_close(away, near, atol=2e-3, rtol=2e-3)
+    batch, features = row(anchor + 8, [anchor])
+    hidden, token = features.hidden.double(), int(batch.input_ids[0, anchor])
+    positions = torch.arange(anchor + 5)
+    expected = _at_positions(model, hidden[0, :anchor], token, positions)
+    sampler, state = Forced([1] * 5), model.start(anchor)
+    model.extend(state, hidden[0, :anchor])
+    model.propose(state, token, 5, sampler)
+    torch.testing.assert_close(torch.stack(sampler.logits).double(), expected, atol=tolerance, rtol=tolerance)
+    trained = draft_logits(model, batch, hidden)[0, 0]
+    torch.testing.assert_close(trained, expected, atol=tolerance, rtol=tolerance)
+    capped = _at_positions(model, hidden[0, :anchor], token, positions.clamp(max=31))
+    assert (capped - expected).abs().max() > 20 * tolerance, "the positions do not matter here"
 
 
 def test_conventions_are_all_said() -> None:

@@ -67,9 +67,14 @@ def test_every_family_starts_finite_and_says_what_it_took(family: str) -> None:
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        (2, "fc passes layer 4 on"),
-        (3, "fc passes layer 4 on (better: 3, which is not among target.target_layer_ids)"),
-        (4, "fc passes layer 2 on"),
+        (1, "fc passes layer 4 on"),
+        (2, "fc passes layer 4 on, for the layers behind layers.0"),
+        (
+            3,
+            "fc passes layer 4 on (better for the layers behind layers.0: 3, "
+            "which is not among target.target_layer_ids)",
+        ),
+        (4, "fc passes layer 2 on, for the layers behind layers.0"),
     ],
 )
 def test_the_context_is_what_the_copies_read(layers: int, said: str) -> None:

@@ -98,6 +98,23 @@ def test_step_without_any_supervised_token() -> None:
     assert parameters(trainer).equal(before)
 
 
+def test_a_micro_batch_without_any_supervised_token_is_as_if_absent() -> None:
+    """Every fourth sample of the toy supervises nothing: [0, 4, 8] weigh nothing beside [2, 3]."""
+    found = []
+    for chunks in ([[0, 4], [2, 3], [8]], [[2, 3]]):
+        trainer = toy.make_trainer(steps=3, optim=replace(toy.OPTIM, clip_norm=0.3))
+        made = [toy.make_batch(chunk) for chunk in chunks]
+        for step in range(3):
+            trainer.train_step(step, made)
+        assert trainer.progress.skipped_steps == 0
+        assert trainer.last_step is not None
+        found.append((parameters(trainer), trainer.last_step.grad_norm))
+    (weights, norm), (expected, reference) = found
+    assert weights.isfinite().all()
+    assert weights.equal(expected)
+    assert norm.equal(reference)
+
+
 def failing_batches(start: int) -> Iterator[tuple[int, list[Batch]]]:
     yield from ((step, [toy.make_batch(range(4))]) for step in range(start, 3))
     raise DataError("line 4: not JSON")

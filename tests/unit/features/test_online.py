@@ -67,10 +67,27 @@ def test_the_same_bits_whatever_batch_a_sample_comes_in() -> None:
 
     def said(*batches: Batch) -> torch.Tensor:
         features = RememberedFeatures(OnlineFeatures(target, (0, 1)), max_bytes=2**30)
-        return [features(batch) for batch in batches][-1].hidden[0, :5]
+        found = [features(batch) for batch in batches][-1]
+        return torch.cat((found.hidden, found.last_hidden), -1)[0, :5]
 
     assert said(batch_of(a=5, b=30)).equal(said(batch_of(a=5)))
     assert said(batch_of(a=5, b=30)).equal(said(batch_of(b=30, a=5), batch_of(a=5, c=7)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_head_on_remembered_states_gives_the_targets_logits(family: str) -> None:
+    """Remembered states are those after the final norm, whose weight is not 1 in these targets."""
+    target = tiny_target(family)
+    features = RememberedFeatures(OnlineFeatures(target, (0, 4)), max_bytes=2**30)
+    features(batch_of(a=5, b=30))
+    batch = batch_of(b=30, a=5)
+    found = features(batch)  # out of memory alone
+    own = target.model(input_ids=batch.input_ids, output_hidden_states=True, use_cache=False)
+    taps = torch.cat((own.hidden_states[1], own.hidden_states[5]), -1)
+    logits = target.head.logits(found.last_hidden)
+    for index, length in ((0, 30), (1, 5)):
+        torch.testing.assert_close(logits[index, :length], own.logits[index, :length], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.hidden[index, :length], taps[index, :length], rtol=1e-4, atol=1e-5)
 
 
 def test_rows_of_several_samples_are_refused() -> None:

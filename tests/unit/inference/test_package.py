@@ -192,10 +192,22 @@ def test_rotary_base_and_scaling_survive(rope: dict[str, Any], tmp_path: Path) -
     torch.testing.assert_close(got[1], sin[0], rtol=0, atol=1e-6)
 
 
+NUMBERING = {
+    "transformers": (2, 3, 5),
+    "vllm": (2, 3, 5),
+    "speculators": (2, 3, 5),
+    "sglang": (1, 2, 4),
+    "published": (1, 2, 4),
+}
+"""What each project writes for the outputs of the layers 1, 2 and 4."""
+
+
 def test_layer_ids_survive_every_projects_numbering(package: Path) -> None:
+    assert json.loads((package / CONFIG).read_text())["target_layer_ids"] == [1, 2, 4]
     ids = read_config(package).target_layer_ids
-    assert ids == LAYER_IDS
-    assert all(from_project(to_project(ids, project), project) == ids for project in OFFSETS)
+    assert ids == LAYER_IDS == (1, 2, 4)
+    assert {project: to_project(ids, project) for project in OFFSETS} == NUMBERING
+    assert all(from_project(written, project) == ids for project, written in NUMBERING.items())
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,0 +1,175 @@
+"""What every drafter promises to the engine and to the decoder, asked through ``Drafter``'s own interface.
+
+``CASES`` holds each drafter of the package in its variants. What a block predicts shows twice: in the training forward
+as the acceptance by position, and in ``propose`` as the probabilities that the tokens were drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspec.drafters
+from deepspec.contracts import Batch, Features
+from deepspec.drafters.files import load_drafter, save_drafter
+from deepspec.nn.head import FrozenHead
+from tests.unit.drafters.small import VOCAB, Forced, drafter, greedy, row
+
+
+def dspark(**over: Any) -> Any:
+    made = drafter(**over)
+    if made.d2t is not None:
+        made.set_vocabulary(range(1, 1 + 2 * len(made.d2t), 2))
+    return made
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "dspark": dspark,
+    "dspark without a Markov head": partial(dspark, markov_head="none", confidence_with_markov=False),
+    "dspark without a confidence head": partial(dspark, confidence_head=False),
+    "dspark with a sliding window": partial(dspark, sliding_window=4),
+    "dspark with a draft vocabulary": partial(dspark, draft_vocab_size=40),
+}
+
+
+@pytest.fixture(params=list(CASES))
+def model(request: pytest.FixtureRequest) -> Any:
+    return CASES[request.param]()
+
+
+def accepted(model: Any, batch: Batch, features: Features) -> torch.Tensor:
+    """Return the acceptance [K], summed over the blocks, out of the training forward."""
+    numerator: torch.Tensor = model(batch, features).metrics["acceptance"].numerator
+    return numerator
+
+
+def at(anchors: list[int]) -> tuple[Batch, Features]:
+    """Return the same 40 tokens and features with blocks at ``anchors``."""
+    return row(40, anchors)
+
+
+def test_every_drafter_of_the_package_is_asked() -> None:
+    folders = {path.parent.name for path in Path(deepspec.drafters.__path__[0]).glob("*/config.py")}
+    assert {name.split()[0] for name in CASES} == folders
+
+
+def test_shapes(model: Any) -> None:
+    batch, features = at([3, 20])
+    output, weights, gamma = model(batch, features), model.denominators(batch), model.conventions.gamma
+    assert output.sums.keys() == weights.keys() == model.coefficients.keys()
+    assert all(value.shape == () and value.requires_grad for value in output.sums.values())
+    assert all(value.shape == () and value.dtype == torch.float32 for value in weights.values())
+    assert not any(part.requires_grad for ratio in output.metrics.values() for part in ratio)
+    assert [part.shape for part in output.metrics["acceptance"]] == [(gamma,), (gamma,)]
+    state = model.start(40)
+    model.extend(state, features.hidden[0, :7])
+    for asked in (1, gamma):
+        found = model.propose(state, 11, asked, greedy)
+        assert (found.tokens.shape, found.tokens.dtype) == ((asked,), torch.int64)
+        assert (found.probabilities.shape, found.probabilities.dtype) == ((asked, VOCAB), torch.float32)
+        torch.testing.assert_close(found.probabilities.sum(-1), torch.ones(asked))
+        assert found.tokens.equal(found.probabilities.argmax(-1))
+        if found.confidence is not None:
+            assert found.confidence.shape == (asked,)
+            assert bool(((found.confidence > 0) & (found.confidence < 1)).all())
+
+
+def test_the_training_forward_predicts_what_is_proposed(model: Any) -> None:
+    """The distributions of a block, drafted step by step with the batch's own tokens, give the forward's acceptance."""
+    anchors, gamma = [3, 5, 20], model.conventions.gamma  # the first two blocks overlap
+    batch, features = at(anchors)
+    expected = torch.zeros(gamma)
+    for anchor in anchors:
+        tokens = batch.input_ids[0, anchor:].tolist()
+        state = model.start(anchor)
+        model.extend(state, features.hidden[0, : anchor // 2])
+        model.extend(state, features.hidden[0, anchor // 2 : anchor])
+        q = model.propose(state, tokens[0], gamma, Forced(tokens[1:])).probabilities
+        p = model.head.logits(features.last_hidden[0, anchor : anchor + gamma]).softmax(-1)
+        expected += torch.minimum(p, q).sum(-1)
+    torch.testing.assert_close(accepted(model, batch, features), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_slot_does_not_look_into_the_future(model: Any) -> None:
+    """Slot j knows the features before its anchor and the tokens up to a+j, and nothing of a block that it overlaps."""
+    batch, features = at([20])
+    before = accepted(model, batch, features)
+    for slot in range(model.conventions.gamma):
+        ids, hidden, last = batch.input_ids.clone(), features.hidden.clone(), features.last_hidden.clone()
+        ids[:, 21 + slot :], hidden[:, 20:], last[:, 21 + slot :] = 7, 0.5, 0.5
+        after = accepted(model, replace(batch, input_ids=ids), Features(hidden, last))
+        torch.testing.assert_close(after[: slot + 1], before[: slot + 1])
+    torch.testing.assert_close(accepted(model, *at([20, 22])), before + accepted(model, *at([22])))
+    hidden = features.hidden.clone()
+    hidden[:, 19] = 0.5
+    assert (accepted(model, batch, replace(features, hidden=hidden)) - before).abs().max() > 1e-3, "no context is seen"
+
+
+def test_what_comes_after_the_block_does_not_change_the_loss(model: Any) -> None:
+    batch, features = at([10])
+    ids, hidden, last = batch.input_ids.clone(), features.hidden.clone(), features.last_hidden.clone()
+    end = 10 + model.conventions.gamma
+    ids[:, end + 1 :], hidden[:, 10:], last[:, end:] = 3, 0.5, 0.5
+    before, after = model(batch, features), model(replace(batch, input_ids=ids), Features(hidden, last))
+    for name in before.sums:
+        torch.testing.assert_close(after.sums[name], before.sums[name])
+
+
+def test_every_parameter_learns_and_the_target_does_not(model: Any) -> None:
+    frozen = [tensor.clone().requires_grad_() for tensor in (model.head.embedding, model.head.weight)]
+    model.bind(FrozenHead.from_tensors(model.target, *frozen))
+    batch, features = at([3, 5, 20])
+    sums = model(batch, features).sums
+    torch.stack([model.coefficients[name] * value for name, value in sums.items()]).sum().backward()
+    assert all(tensor.grad is None for tensor in frozen)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()) and parameter.grad.any(), name
+    own = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    assert own.isdisjoint(tensor.data_ptr() for tensor in frozen), "the target's tensors would be saved"
+
+
+def test_a_batch_without_a_slot_gives_zero_sums_and_zero_gradients(model: Any) -> None:
+    batch, features = at([3])
+    silent = replace(batch, anchor_mask=torch.zeros(1, 1, dtype=torch.bool))
+    sums = model(silent, features).sums
+    torch.stack(list(sums.values())).sum().backward()
+    assert all(value.item() == 0.0 for value in (*sums.values(), *model.denominators(silent).values()))
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_proposing_leaves_the_state_as_it_was(model: Any) -> None:
+    hidden = at([3])[1].hidden[0]
+    used, fresh = model.start(20), model.start(20)
+    model.extend(used, hidden[:7])
+    whole, part = model.propose(used, 11, 5, greedy), model.propose(used, 11, 2, greedy)
+    assert part.tokens.equal(whole.tokens[:2]), "fewer tokens are the first of the block"
+    torch.testing.assert_close(part.probabilities, whole.probabilities[:2])
+    if whole.confidence is not None:
+        torch.testing.assert_close(part.confidence, whole.confidence[:2])
+    model.extend(used, hidden[7:9])
+    model.extend(fresh, hidden[:9])
+    again, other = (model.propose(state, 12, 5, greedy) for state in (used, fresh))
+    torch.testing.assert_close(again.probabilities, other.probabilities)
+
+
+def test_a_saved_drafter_comes_back_the_same(model: Any, tmp_path: Path) -> None:
+    save_drafter(tmp_path, model, model.config, model.target)
+    loaded: Any = load_drafter(tmp_path)
+    assert (loaded.conventions, loaded.config) == (model.conventions, model.config)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    loaded.bind(model.head)
+    batch, features = at([3, 5, 20])
+    before, after = (each(batch, features).sums for each in (model, loaded))
+    assert all(after[name].equal(value) for name, value in before.items())
+    proposals = []
+    for each in (model, loaded):
+        state = each.start(20)
+        each.extend(state, features.hidden[0, :9])
+        proposals.append(each.propose(state, 11, 5, greedy).probabilities)
+    assert proposals[0].equal(proposals[1])
