@@ -33,10 +33,10 @@ def main(cfg: RunConfig) -> None:
     from deepspec.data.show import show_samples
     from deepspec.engine.distributed import choose_device
     from deepspec.log import emit
-    from deepspec.targets.load import load_target, load_tokenizer
+    from deepspec.targets.load import fetch_target, load_target, load_tokenizer
 
     tokenizer, eos_token_ids = load_tokenizer(cfg.target)
-    emit(f"target {cfg.target.name}: {cfg.target.path}")
+    emit(f"target {cfg.target.name}: {fetch_target(cfg.target) if cfg.mode == 'target' else cfg.target.path}")
     if cfg.mode == "target":
         return
     renderer = ChatRenderer(

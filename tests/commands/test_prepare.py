@@ -85,6 +85,21 @@ def test_modes_stop_early(run: Run, files: Path) -> None:
     assert [p.name for p in (files / "cache").iterdir()] == ["answers"]
 
 
+def test_mode_target_fetches_the_weights_of_a_hub_id(run: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def snapshot_download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(target)
+
+    monkeypatch.setattr("deepspec.targets.load.load_tokenizer", lambda _: (None, ()))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    code, out, err = run("mode=target", "target.path=org/model")
+    assert code == 0, err
+    assert asked == ["org/model"]
+    assert out == f"target tiny: {target}\n"
+
+
 def test_a_malformed_line_is_the_users_mistake(run: Run, files: Path) -> None:
     with (files / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"id": "x", "messages": []}) + "\n")
