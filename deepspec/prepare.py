@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,11 +49,12 @@ def main(cfg: RunConfig) -> None:
     def target() -> Target:
         return load_target(cfg.target, choose_device(cfg.engine.device, 0))
 
-    def answer(conversations: Sequence[Conversation], out: Path) -> None:
-        answer_file(target(), renderer, conversations, cfg.generate, out)
+    def answer(split: str, conversations: Sequence[Conversation], out: Path) -> None:
+        emit(f"{split}: {answer_file(target(), renderer, conversations, cfg.generate, out).line()}")
 
     given = {"train": cfg.data.train, "validation": cfg.data.validation, "test": cfg.data.test}
-    files = {name: store.complete(path, answer, cfg.data.limit) for name, path in given.items() if path is not None}
+    paths = {name: path for name, path in given.items() if path is not None}
+    files = {name: store.complete(path, partial(answer, name), cfg.data.limit) for name, path in paths.items()}
     if cfg.out is not None:
         for name, file in files.items():
             write_conversations(Path(cfg.out) / f"{name}.jsonl", read_conversations(file, cfg.data.limit))

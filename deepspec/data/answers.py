@@ -36,6 +36,13 @@ class AnswerReport:
     cut_by_length: int
     retokenised_differently: int  # answers whose text the tokenizer cuts into other tokens than the target said
 
+    def line(self) -> str:
+        """Return the report in one line."""
+        return (
+            f"{self.answered} prompts answered, {self.cut_by_length} of the answers cut by length or repetition; the "
+            f"text of {self.retokenised_differently} gives other tokens than the target said"
+        )
+
 
 def answer_file(
     target: Target, renderer: ChatRenderer, conversations: Sequence[Conversation], config: GenerateConfig, out: Path

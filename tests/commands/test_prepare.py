@@ -61,6 +61,9 @@ def test_answers_samples_report_and_a_second_call_from_the_cache(
 ) -> None:
     code, out, err = run("show=1", "out=answered")
     assert code == 0, err
+    assert "train: 3 prompts answered" in out
+    assert "gives other tokens than the target said" in out
+    assert "test: 0 prompts" not in out
     assert "4 conversations -> 4 samples" in out
     assert "test prompts above 0.7" in out or "not measured" in out
     assert "template families in more than one split: 0" in out
