@@ -81,7 +81,8 @@ class CheckpointStore:
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             raise TrainingError(
                 f"checkpoint {path} could not be written: {error}; older checkpoints are intact. "
-                "Free some space or set paths.run to another disk, then run the same command again to resume"
+                "Free some space, or move the run folder to another disk and set paths.run to it; then run the same "
+                "command again to resume"
             ) from error
         self._prune()
         return path

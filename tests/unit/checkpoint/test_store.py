@@ -94,6 +94,7 @@ def test_full_disk_keeps_older_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(store_module, "save_file", full)
     with pytest.raises(TrainingError, match="No space left") as caught:
         store.save(state(), Progress(step=10))
+    assert "move the run folder to another disk and set paths.run to it" in str(caught.value)
     assert caught.value.exit_code == 1
     assert "step-000010" in str(caught.value)
     assert names(tmp_path) == ["latest", "step-000005"]
