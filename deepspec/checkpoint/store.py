@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from deepspec.checkpoint.atomic import TEMPORARY_SUFFIX, new_folder, write_json, write_text
 from deepspec.checkpoint.state import Progress, TrainState
-from deepspec.drafters.files import POINTER, TENSORS, read_tensors, save_drafter
+from deepspec.drafters.files import POINTER, TENSORS, check_inside, read_tensors, save_drafter
 from deepspec.errors import PackageError, TrainingError
 from deepspec.log import get_logger
 
@@ -172,6 +172,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def _check(folder: Path) -> None:
     """Compare every file with the size and checksum written beside it."""
     for name, expected in _read_state(folder)["files"].items():
+        check_inside(folder, name, STATE)
         path = folder / name
         if not path.exists():
             raise PackageError(f"{name} is missing")

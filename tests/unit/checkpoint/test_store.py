@@ -70,6 +70,22 @@ def test_damaged_newest_is_passed_over(tmp_path: Path, damage: str, caplog: pyte
     assert "step-000005" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "..", "a/b", "link"])
+def test_names_that_lead_out_of_the_folder_are_not_read(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = toy.make_store(tmp_path, toy.make_drafter())
+    store.save(state(), Progress(step=5))
+    newest = store.save(state(), Progress(step=10))
+    (newest / "link").symlink_to("/etc/hostname")
+    description = json.loads((newest / "state.json").read_text())
+    description["files"] = {name: {"bytes": 1, "crc32": 1}, **description["files"]}
+    (newest / "state.json").write_text(json.dumps(description))
+    with caplog.at_level(logging.WARNING):
+        assert store.newest() == "step-000005"
+    assert "not a file beside it" in caplog.text or "leads out of its folder" in caplog.text
+
+
 def test_only_damaged_ones(tmp_path: Path) -> None:
     store = toy.make_store(tmp_path, toy.make_drafter())
     (store.save(state(), Progress(step=5)) / "state.json").unlink()
