@@ -42,7 +42,11 @@ if TYPE_CHECKING:
 
 
 def native_package(
-    drafter: Drafter, drafter_config: DrafterConfig, target: TargetInfo, profile: Profile
+    drafter: Drafter,
+    drafter_config: DrafterConfig,
+    target: TargetInfo,
+    profile: Profile,
+    template_options: Mapping[str, object] | None = None,
 ) -> tuple[PackageConfig, dict[str, Tensor]]:
     """Return config and tensors of the native layout for a trained fp32 drafter.
 
@@ -57,6 +61,7 @@ def native_package(
         conventions=drafter.conventions,
         target=target,
         drafter=drafter_to_dict(drafter_config),
+        template_options=template_options,
         quantised=int8,
     )
     tensors = pack(weights, profile, int8)

@@ -17,6 +17,7 @@ from deepspec.inference.package_checks import BindableTarget
 from deepspec.inference.package_config import CARD
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from deepspec.contracts import TargetInfo
@@ -46,6 +47,7 @@ def export_package(
     material: Material,
     *,
     profile: Profile,
+    template_options: Mapping[str, object] | None = None,
     max_length_change: float = 0.01,
     force: bool = False,
     origin: Origin | None = None,
@@ -60,6 +62,7 @@ def export_package(
         out: The package's folder; an older package there is replaced.
         material: Samples and prompts of the comparison.
         profile: Number formats.
+        template_options: Variables of the chat template that the drafter was trained with.
         max_length_change: Largest relative loss of accepted length.
         force: Write the package although its verification failed.
         origin: For the card.
@@ -68,7 +71,7 @@ def export_package(
         VerificationError: The package strays from the drafter; nothing is left under ``out``.
         PackageError: The target is not the one trained with.
     """
-    config, tensors = native_package(drafter, drafter_config, trained_with, profile)
+    config, tensors = native_package(drafter, drafter_config, trained_with, profile, template_options)
     sizes = part_sizes(drafter.state_dict(), tensors)
     with staged(out) as folder:
         write_package(folder, config, tensors)
