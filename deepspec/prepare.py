@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +33,10 @@ def main(cfg: RunConfig) -> None:
     from deepspec.data.show import show_samples
     from deepspec.engine.distributed import choose_device
     from deepspec.log import emit
-    from deepspec.targets.load import load_target, load_tokenizer
+    from deepspec.targets.load import fetch_target, load_target, load_tokenizer
 
     tokenizer, eos_token_ids = load_tokenizer(cfg.target)
-    emit(f"target {cfg.target.name}: {cfg.target.path}")
+    emit(f"target {cfg.target.name}: {fetch_target(cfg.target) if cfg.mode == 'target' else cfg.target.path}")
     if cfg.mode == "target":
         return
     renderer = ChatRenderer(
@@ -49,11 +49,12 @@ def main(cfg: RunConfig) -> None:
     def target() -> Target:
         return load_target(cfg.target, choose_device(cfg.engine.device, 0))
 
-    def answer(conversations: Sequence[Conversation], out: Path) -> None:
-        answer_file(target(), renderer, conversations, cfg.generate, out)
+    def answer(split: str, conversations: Sequence[Conversation], out: Path) -> None:
+        emit(f"{split}: {answer_file(target(), renderer, conversations, cfg.generate, out).line()}")
 
     given = {"train": cfg.data.train, "validation": cfg.data.validation, "test": cfg.data.test}
-    files = {name: store.complete(path, answer, cfg.data.limit) for name, path in given.items() if path is not None}
+    paths = {name: path for name, path in given.items() if path is not None}
+    files = {name: store.complete(path, partial(answer, name), cfg.data.limit) for name, path in paths.items()}
     if cfg.out is not None:
         for name, file in files.items():
             write_conversations(Path(cfg.out) / f"{name}.jsonl", read_conversations(file, cfg.data.limit))

@@ -1,17 +1,11 @@
 # Read by the launch scripts. One run folder for all ranks, threads shared out, and the exit code out of status.json.
 
 start_run() { # start_run key=value ...
-  # Ranks compose for themselves: what they have to agree on comes from here.
-  export DEEPSPEC_RUN_ID=${DEEPSPEC_RUN_ID:-$(date +%Y%m%d-%H%M%S)}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + ${processes:-1} - 1) / ${processes:-1}))}
-  run_folder=${DEEPSPEC_RUNS:-runs}/$DEEPSPEC_RUN_ID
-  local word
-  for word in "$@"; do
-    case $word in
-      paths.run=*) run_folder=${word#paths.run=} ;;
-      paths.runs=*) run_folder=${word#paths.runs=}/$DEEPSPEC_RUN_ID ;;
-    esac
-  done
+  # Every rank composes this folder for itself, out of the recipe and its target or out of DEEPSPEC_RUN_ID: the same
+  # command finds the same run again.
+  run_folder=$(python -m deepspec.train --cfg job --resolve "$@" \
+    | python -c 'import sys, yaml; print((yaml.safe_load(sys.stdin) or {}).get("paths", {}).get("run", ""))') || exit 2
   started=$(date +%s)
 }
 

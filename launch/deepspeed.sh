@@ -2,7 +2,7 @@
 # Train on this machine under DeepSpeed's launcher; without a GPU the processes run on the CPU.
 #   launch/deepspeed.sh PROCESSES recipe=NAME engine=deepspeed [key=value ...]
 # More machines: pass the launcher's own options in DEEPSPEED_OPTIONS, for example "--hostfile hosts --num_nodes 2".
-# Exit codes as in launch/torchrun.sh.
+# Run folder and exit codes as in launch/torchrun.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . launch/common.sh

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from deepspec.checkpoint.atomic import free_path, new_folder, write_json, write_text
 from deepspec.checkpoint.state import Progress, TrainState
-from deepspec.drafters.files import DESCRIPTION, TENSORS, read_tensors, save_drafter
+from deepspec.drafters.files import DESCRIPTION, TENSORS, check_inside, read_tensors, save_drafter
 from deepspec.errors import PackageError, TrainingError
 from deepspec.log import get_logger
 
@@ -84,7 +84,8 @@ class CheckpointStore:
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             raise TrainingError(
                 f"checkpoint {path} could not be written: {error}; older checkpoints are intact. "
-                "Free some space or set paths.run to another disk, then run the same command again to resume"
+                "Free some space, or move the run folder to another disk and set paths.run to it; then run the same "
+                "command again to resume"
             ) from error
         self._prune(path)
         return path
@@ -217,6 +218,7 @@ def _check(folder: Path, names: Collection[str] | None = None) -> None:
     if not isinstance(written, dict) or not {TENSORS, DESCRIPTION} <= written.keys():
         raise PackageError(f"{STATE} lacks the checksums of the drafter")
     for name in written if names is None else names:
+        check_inside(folder, name, STATE)
         path, expected = folder / name, written[name]
         if not path.exists():
             raise PackageError(f"{name} is missing")

@@ -96,13 +96,16 @@ class Command:
 
     def _job(self, cfg: DictConfig) -> None:
         """Run one composed job. Errors are reported here, since Hydra would print its own line about them."""
+        composed = False
         try:
+            resolved = self._resolve(cfg)
+            composed = True
             if self.arguments.show:
                 self._show(cfg)
             else:
-                self.main(self._resolve(cfg))
+                self.main(resolved)
         except (Exception, KeyboardInterrupt) as error:
-            code = report(error)
+            code = report(error, composed=composed)
             if not self.arguments.multirun or code == EXIT_INTERRUPTED or isinstance(error, KeyboardInterrupt):
                 raise SystemExit(code) from error
             self.code = self.code or code
@@ -123,17 +126,20 @@ class Command:
         from deepspec.config.convert import Problems
         from deepspec.config.resolve import plain_values, with_defaults
 
-        self._resolve(cfg)
         full = with_defaults(cfg) if self.config_name == "config" else cfg
         if self.arguments.show_resolved:
             full = OmegaConf.create(plain_values(full, Problems(complete=False)))
         emit(OmegaConf.to_yaml(full).rstrip())
 
 
-def report(error: BaseException) -> int:
-    """Say what went wrong in one clear message, and return the exit code."""
+def report(error: BaseException, *, composed: bool = False) -> int:
+    """Say what went wrong in one clear message, and return the exit code.
+
+    Every rank composes the same config and finds the same mistakes in it: the first one names them. What goes wrong
+    once it is ``composed`` may be the trouble of one rank alone.
+    """
     if isinstance(error, ConfigError):
-        if rank() == 0:  # every rank finds the same mistakes
+        if composed or rank() == 0:
             _say("\n".join(_headed(error.problems)))
         return error.exit_code
     if isinstance(error, DeepSpecError):

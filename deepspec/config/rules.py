@@ -45,12 +45,16 @@ def _collect(run: RunConfig, rules: tuple[Rule, ...], partial: bool) -> list[str
 def _positive(run: RunConfig) -> Iterator[str]:
     for path in _AT_LEAST_ONE:
         value = _read(run, path)
-        if value is not None and value < 1:
+        if value is not None and not value >= 1:
             yield f"{path}={value}: must be at least 1"
     for path in _AT_LEAST_ZERO:
         value = _read(run, path)
-        if value is not None and value < 0:
+        if value is not None and not value >= 0:
             yield f"{path}={value}: must not be negative"
+    for path in _ABOVE_ZERO:
+        value = _read(run, path)
+        if value is not None and not value > 0:
+            yield f"{path}={value}: must be above 0"
     for path in _SHARES:
         value = _read(run, path)
         if value is not None and not 0 <= value <= 1:
@@ -66,9 +70,10 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "seed", "show", "target.mask_token_id", "generate.temperature", "generate.seed", "optim.lr", "optim.muon_lr",
-    "features.memory_gib", "optim.eps", "optim.weight_decay", "optim.clip_norm", "evaluate.temperature",
+    "features.memory_gib", "optim.weight_decay", "optim.clip_norm", "evaluate.temperature",
     "evaluate.timing_prompts", "evaluate.seed", "export.verify_prompts", "export.max_length_change", "plan.tflops",
 )  # fmt: skip
+_ABOVE_ZERO = ("optim.eps",)  # a parameter without a gradient would be stepped by 0 / 0
 _SHARES = ("optim.warmup_ratio", "optim.min_lr_ratio", "evaluate.confidence_threshold")
 
 
@@ -76,6 +81,12 @@ def _read(run: RunConfig, path: str) -> Any:
     """Return the value of a dotted key; None when it was refused, which is reported elsewhere."""
     section, _, leaf = path.rpartition(".")
     return getattr(getattr(run, section, None) if section else run, leaf, None)
+
+
+def _repeats(run: RunConfig) -> Iterator[str]:
+    value = run.generate.max_repeats
+    if value is not None and value < 2:  # noqa: PLR2004 - once is no repetition
+        yield f"generate.max_repeats={value}: must be at least 2, or null; every answer says its words once"
 
 
 def _layer_ids(run: RunConfig) -> Iterator[str]:
@@ -126,7 +137,7 @@ def _engine(run: RunConfig) -> Iterator[str]:
         yield "engine.loss_precision=common_mode: is for low precision; use exact or auto with engine.precision=fp32"
 
 
-_RULES: tuple[Rule, ...] = (_positive, _layer_ids, _betas, _drafter, _shorthand)
+_RULES: tuple[Rule, ...] = (_positive, _repeats, _layer_ids, _betas, _drafter, _shorthand)
 _TRAINING_RULES: tuple[Rule, ...] = (_batch, _engine)
 
 

@@ -7,6 +7,7 @@ is there already; at the end the file is written in the order of the prompts and
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,13 @@ class AnswerReport:
     answered: int
     cut_by_length: int
     retokenised_differently: int  # answers whose text the tokenizer cuts into other tokens than the target said
+
+    def line(self) -> str:
+        """Return the report in one line."""
+        return (
+            f"{self.answered} prompts answered, {self.cut_by_length} of the answers cut by length or repetition; the "
+            f"text of {self.retokenised_differently} gives other tokens than the target said"
+        )
 
 
 def answer_file(
@@ -94,20 +102,34 @@ def _settings(target: Target, config: GenerateConfig) -> dict[str, Any]:
 
 
 def _read_partial(partial: Path, settings: dict[str, Any]) -> tuple[dict[str, Conversation], int]:
-    """Return the finished conversations of an unfinished file, cutting off a torn last line; start it if missing."""
-    lines = partial.read_bytes().split(b"\n") if partial.is_file() else [b""]
-    if len(lines) < 2:  # nothing, or not even the first line is whole
+    """Return the finished conversations of an unfinished file, cutting off a torn last line; start it if missing.
+
+    The lines before are never written again: a kill at any moment costs one answer at most.
+    """
+    content = partial.read_bytes() if partial.is_file() else b""
+    size = content.rfind(b"\n") + 1
+    if not size:  # nothing, or not even the first line is whole
         partial.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
         return {}, 0
-    if (found := json.loads(lines[0]).get("settings")) != settings:
-        changed = [key for key in settings if (found or {}).get(key) != settings[key]]
+    try:
+        first, *lines = content[:size].decode().split("\n")[:-1]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{partial}: not UTF-8 text; delete it to start again") from error
+    _check_settings(partial, first, settings)
+    if size < len(content):
+        os.truncate(partial, size)
+    read = [parse_line(line, f"{partial}:{i}") for i, line in enumerate(lines, start=2)]
+    return {item.id: item for item in read}, sum(not json.loads(line).get("same_tokens", True) for line in lines)
+
+
+def _check_settings(partial: Path, line: str, settings: dict[str, Any]) -> None:
+    try:
+        found = json.loads(line)["settings"]
+        changed = [key for key in {**settings, **found} if found.get(key) != settings.get(key)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{partial}:1: no settings of its answers; delete the file to start again") from error
+    if found != settings:
         raise DataError(
             f"{partial} holds answers made with another {', '.join(changed)}; delete it to start again, or set "
             "generate.* and target.* back to go on"
         )
-    whole = lines[1:-1]
-    if lines[-1]:
-        partial.write_bytes(b"\n".join(lines[:-1]) + b"\n")
-    records = [json.loads(line) for line in whole]
-    read = [parse_line(line.decode(), f"{partial}:{i}") for i, line in enumerate(whole, start=2)]
-    return {item.id: item for item in read}, sum(not record["same_tokens"] for record in records)

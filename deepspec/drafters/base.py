@@ -45,7 +45,10 @@ class DrafterConfig(Protocol):
         ...
 
     def build(self, target: TargetInfo, target_layer_ids: tuple[int, ...], mask_token_id: int) -> Drafter:
-        """Build the drafter with random weights in fp32 on the CPU."""
+        """Build the drafter with random weights in fp32 on PyTorch's default device.
+
+        That is the CPU; it is ``meta`` where a file is checked against the drafter before memory is taken for it.
+        """
         ...
 
 

@@ -12,15 +12,16 @@ from dataclasses import MISSING, asdict, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from deepspec.contracts import Conventions, TargetInfo
 from deepspec.drafters.registry import drafter_from_dict, drafter_to_dict
-from deepspec.errors import PackageError
+from deepspec.errors import ConfigError, DeepSpecError, PackageError
+from deepspec.nn.vocabulary import id_problems, target_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from deepspec.drafters.base import Drafter, DrafterConfig
@@ -29,6 +30,12 @@ FORMAT = "deepspec-drafter"
 VERSION = 1
 TENSORS = "drafter.safetensors"
 DESCRIPTION = "drafter.json"
+
+TensorKind = tuple[tuple[int, ...], str]  # shape, type
+_TYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
 
 T = TypeVar("T", TargetInfo, Conventions)
 
@@ -63,19 +70,59 @@ def saved_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def load_drafter(folder: Path) -> Drafter:
-    """Build the drafter that ``folder`` describes and load its weights; it is not bound to a target yet."""
+    """Build the drafter that ``folder`` describes and load its weights; it is not bound to a target yet.
+
+    Memory is taken for what the weights' header holds, once that is found to be what the description asks for.
+    """
+    where, path = str(folder / DESCRIPTION), folder / TENSORS
     description = read_description(folder)
-    info = target_info(description, folder)
-    conventions = read_conventions(description, folder)
-    config: DrafterConfig = drafter_from_dict(_field(description, "drafter", folder))
-    drafter = config.build(info, conventions.target_layer_ids, conventions.mask_token_id)
-    if drafter.conventions != conventions:
-        raise PackageError(
-            f"{folder / DESCRIPTION}: conventions {asdict(conventions)} do not match what its drafter section builds, "
-            f"{asdict(drafter.conventions)}; the file was changed by hand or written by another version"
-        )
-    load_tensors(drafter, read_tensors(folder / TENSORS), str(folder / TENSORS))
+    info, conventions = target_info(description, folder), read_conventions(description, folder)
+    section = _field(description, "drafter", folder)
+    config = read_drafter_config(section, where)
+    found = read_header(path)
+    check_num_layers(section, found, where)
+    with torch.device("meta"):
+        needed = build_described(config, info, conventions, where).state_dict()
+    problems = tensor_problems(tensor_kinds({name: t.to(saved_dtype(t)) for name, t in needed.items()}), found)
+    if problems:
+        raise PackageError(f"{path} does not fit the drafter:\n" + "\n".join(problems))
+    drafter = build_described(config, info, conventions, where)
+    drafter.load_state_dict(read_tensors(path))
+    if drafter.d2t is not None and (problems := id_problems(target_ids(drafter.d2t), info.vocab_size)):
+        raise PackageError(f"{path}: the draft vocabulary (d2t) cannot be: " + "; ".join(problems))
     return drafter
+
+
+def read_drafter_config(section: Mapping[str, Any], where: str) -> DrafterConfig:
+    """Return the configuration that the drafter section of a file holds; ``where`` names the file in messages."""
+    try:
+        config = drafter_from_dict(section)
+        problems = config.problems()
+    except (ConfigError, TypeError, ValueError) as error:
+        raise PackageError(f"{where}: drafter: {error}") from error
+    if problems:
+        raise PackageError("\n".join(f"{where}: {problem}" for problem in problems))
+    return config
+
+
+def build_described(config: DrafterConfig, info: TargetInfo, conventions: Conventions, where: str) -> Drafter:
+    """Build a drafter and compare its conventions with those that its file says."""
+    try:
+        drafter = config.build(info, conventions.target_layer_ids, conventions.mask_token_id)
+    except (ArithmeticError, DeepSpecError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise PackageError(f"{where}: the drafter cannot be built from it: {error}") from error
+    for name, value in vars(conventions).items():
+        built = getattr(drafter.conventions, name)
+        if built != value:
+            raise PackageError(f"{where}: {name}={value!r} contradicts the drafter section, which builds {built!r}")
+    return drafter
+
+
+def check_num_layers(section: Mapping[str, Any], tensors: Collection[str], where: str) -> None:
+    """Refuse more layers than there are tensors before that many modules are built, even without memory of theirs."""
+    layers = section.get("num_layers", 0)
+    if isinstance(layers, int) and layers > len(tensors):
+        raise PackageError(f"{where}: drafter.num_layers={layers} is more than its weights have tensors")
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -85,7 +132,7 @@ def read_description(folder: Path) -> dict[str, Any]:
         description = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise PackageError(f"{path} does not exist; give a folder that training has written") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PackageError(f"{path} cannot be read: {error}") from error
     found = (description.get("format"), description.get("version")) if isinstance(description, dict) else None
     if found != (FORMAT, VERSION):
@@ -117,23 +164,47 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise PackageError(f"{path} cannot be read: {error}") from error
 
 
-def load_tensors(drafter: Drafter, tensors: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Copy ``tensors`` into the drafter; every name and every shape has to match."""
-    own = drafter.state_dict()
-    problems = tensor_problems({name: tuple(value.shape) for name, value in own.items()}, tensors)
-    if problems:
-        raise PackageError(f"{origin} does not fit the drafter:\n" + "\n".join(problems))
-    drafter.load_state_dict(dict(tensors))
+def read_header(path: Path) -> dict[str, TensorKind]:
+    """Return shape and type of every tensor of a safetensors file; no tensor is loaded."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            entries = {name: file.get_slice(name) for name in file.keys()}
+            return {n: (tuple(e.get_shape()), _TYPES.get(e.get_dtype(), e.get_dtype())) for n, e in entries.items()}
+    except FileNotFoundError as error:
+        raise PackageError(f"{path} does not exist") from error
+    except (OSError, SafetensorError) as error:
+        raise PackageError(f"{path} cannot be read: {error}") from error
 
 
-def tensor_problems(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """List every tensor that is missing, unknown or of another shape."""
-    problems = [f"missing tensor {name}" for name in expected if name not in tensors]
-    problems += [f"unknown tensor {name}" for name in tensors if name not in expected]
-    for name, shape in expected.items():
-        if name in tensors and tuple(tensors[name].shape) != shape:
-            problems.append(f"tensor {name} has shape {list(tensors[name].shape)}, the drafter needs {list(shape)}")
+def tensor_kinds(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorKind]:
+    """Return shape and type of tensors in memory."""
+    return {name: (tuple(t.shape), type_name(t.dtype)) for name, t in tensors.items()}
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as files and messages say it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_problems(expected: Mapping[str, TensorKind], found: Mapping[str, TensorKind]) -> list[str]:
+    """List every tensor that is missing, unknown, of another shape or of another type."""
+    problems = [f"tensor {name} is missing" for name in expected if name not in found]
+    problems += [f"tensor {name} is unknown" for name in found if name not in expected]
+    for name in (n for n in expected if n in found):
+        (shape, dtype), (found_shape, found_dtype) = expected[name], found[name]
+        if shape != found_shape:
+            problems.append(f"tensor {name} has shape {list(found_shape)}, the config asks for {list(shape)}")
+        if dtype != found_dtype:
+            problems.append(f"tensor {name} has type {found_dtype}, the config asks for {dtype}")
     return problems
+
+
+def check_inside(folder: Path, name: object, index: str) -> None:
+    """Refuse a file name out of ``index`` that leads out of the folder both lie in."""
+    if not isinstance(name, str) or name in {"", ".", ".."} or "/" in name or "\\" in name or "\0" in name:
+        raise PackageError(f"{folder / index} names {name!r}, which is not a file beside it")
+    if (folder / name).resolve().parent != folder.resolve():
+        raise PackageError(f"{folder / name} leads out of its folder")
 
 
 def _field(description: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def main(cfg: ExportCommand) -> None:
         out,
         material,
         profile=settings.profile,
+        template_options=run.target.template_options,
         max_length_change=settings.max_length_change,
         force=settings.force,
         origin=Origin(run.recipe, run.data.name, description["step"], run.target.path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,6 +91,9 @@ def _facts(config: PackageConfig, origin: Origin) -> str:
         "block layout": config.block_layout,
         "target layers": ", ".join(map(str, config.target_layer_ids)),
         "mask token": str(config.mask_token_id),
+        "chat template's options": markdown_text(json.dumps(config.template_options))
+        if config.template_options
+        else "",
         "sliding window": window,
         "draft vocabulary": f"{config.draft_vocab_size} of {config.vocab_size} tokens" if _is_reduced(config) else "",
         "DeepSpec": deepspec.__version__,

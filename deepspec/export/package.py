@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
+from deepspec.drafters.files import tensor_kinds, tensor_problems
 from deepspec.drafters.registry import drafter_to_dict
 from deepspec.errors import ConfigError, PackageError
 from deepspec.export.quantise import Profile, layer_linears, pack
-from deepspec.inference.package_checks import expected_tensors, file_digest, found_tensors, tensor_problems
+from deepspec.inference.package_checks import expected_tensors, file_digest
 from deepspec.inference.package_config import (
     CARD,
     CHECKSUMS,
@@ -41,7 +42,11 @@ if TYPE_CHECKING:
 
 
 def native_package(
-    drafter: Drafter, drafter_config: DrafterConfig, target: TargetInfo, profile: Profile
+    drafter: Drafter,
+    drafter_config: DrafterConfig,
+    target: TargetInfo,
+    profile: Profile,
+    template_options: Mapping[str, object] | None = None,
 ) -> tuple[PackageConfig, dict[str, Tensor]]:
     """Return config and tensors of the native layout for a trained fp32 drafter.
 
@@ -56,10 +61,11 @@ def native_package(
         conventions=drafter.conventions,
         target=target,
         drafter=drafter_to_dict(drafter_config),
+        template_options=template_options,
         quantised=int8,
     )
     tensors = pack(weights, profile, int8)
-    problems = tensor_problems(expected_tensors(config, drafter_config), found_tensors(tensors))
+    problems = tensor_problems(expected_tensors(config, drafter_config), tensor_kinds(tensors))
     if problems:
         raise PackageError("the drafter does not fit its own configuration:\n" + "\n".join(problems))
     return config, tensors

@@ -18,6 +18,7 @@ from deepspec.inference.package_checks import BindableTarget
 from deepspec.inference.package_config import CARD
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from deepspec.contracts import TargetInfo
@@ -47,6 +48,7 @@ def export_package(
     material: Material,
     *,
     profile: Profile,
+    template_options: Mapping[str, object] | None = None,
     max_length_change: float = 0.01,
     force: bool = False,
     origin: Origin | None = None,
@@ -61,6 +63,7 @@ def export_package(
         out: The package's folder; an older package there is replaced.
         material: Samples and prompts of the comparison.
         profile: Number formats.
+        template_options: Variables of the chat template that the drafter was trained with.
         max_length_change: Largest relative loss of accepted length.
         force: Write the package although its verification failed.
         origin: For the card.
@@ -71,7 +74,7 @@ def export_package(
     """
     if profile == "fp16_int8":
         balance(drafter)
-    config, tensors = native_package(drafter, drafter_config, trained_with, profile)
+    config, tensors = native_package(drafter, drafter_config, trained_with, profile, template_options)
     sizes = part_sizes(drafter.state_dict(), tensors)
     with staged(out) as folder:
         write_package(folder, config, tensors)

@@ -15,7 +15,9 @@ from deepspec.errors import EXIT_FAILURE, EXIT_OK, DeepSpecError, TargetError, U
 from deepspec.log import emit, printable, setup_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    import torch
 
     from deepspec.drafters.base import Drafter
     from deepspec.inference.decoder import Generation
@@ -35,6 +37,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt", required=True, help="what the user says; the chat template is applied; - reads stdin")
     p.add_argument("--system", help="a system message before it")
     p.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    p.add_argument(
+        "--template-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a variable of the chat template, in place of the package's own; VALUE is JSON or text",
+    )
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     p.add_argument("--top-k", type=int)
@@ -74,11 +83,13 @@ def _run(arguments: argparse.Namespace) -> None:
     from deepspec.inference.sampling import SamplerSettings
 
     _check(arguments)
+    device = _device(arguments.device)
+    options = _template_options(arguments)
     settings = SamplerSettings(arguments.temperature, arguments.seed, arguments.top_k, arguments.top_p)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    target = _load_target(arguments)
-    prompt_ids = _prompt_ids(arguments, target)
+    target = _load_target(arguments, device)
+    prompt_ids = _prompt_ids(arguments, target, options)
     proposer, drafter = _proposer(arguments, target)
     accelerate(target, drafter)
     generation = SpeculativeDecoder(target, proposer).generate(
@@ -95,9 +106,42 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("name a package folder, or decode without one by --plain or --prompt-lookup")
     if arguments.threads is not None and arguments.threads < 1:
         raise UserError(f"--threads={arguments.threads} must be 1 or more")
+    if arguments.raw and (arguments.system or arguments.template_option):
+        raise UserError("--raw uses no chat template: leave out --system and --template-option, or --raw")
 
 
-def _load_target(arguments: argparse.Namespace) -> Target:
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name}: is no device; use auto, cpu or cuda") from error
+    found = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0)
+    if (device.index or 0) >= found:
+        raise UserError(f"--device {name}: PyTorch finds {found} of that kind on this machine; use another, or auto")
+    return device
+
+
+def _template_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the package's options with those of the command line on top."""
+    from deepspec.inference.package_config import read_config
+
+    options = dict(read_config(Path(arguments.package)).template_options) if arguments.package else {}
+    for text in arguments.template_option:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise UserError(f"--template-option {text}: must be KEY=VALUE")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options
+
+
+def _load_target(arguments: argparse.Namespace, device: torch.device) -> Target:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
@@ -105,17 +149,14 @@ def _load_target(arguments: argparse.Namespace) -> Target:
     from deepspec.targets.target import Target
 
     hf_logging.disable_progress_bar()
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = names.get(arguments.dtype or "", torch.float32 if device == "cpu" else "auto")
+    dtype = names.get(arguments.dtype or "", torch.float32 if device.type == "cpu" else "auto")
     path = Path(arguments.target).expanduser()
     name = str(path) if path.is_dir() else arguments.target
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise TargetError(f"--target {name}: no such folder")
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -123,7 +164,7 @@ def _load_target(arguments: argparse.Namespace) -> Target:
     return Target(model.to(device), tokenizer, name=path.name)
 
 
-def _prompt_ids(arguments: argparse.Namespace, target: Target) -> list[int]:
+def _prompt_ids(arguments: argparse.Namespace, target: Target, options: Mapping[str, Any]) -> list[int]:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if arguments.raw:
         return list(target.tokenizer(prompt)["input_ids"])
@@ -133,7 +174,10 @@ def _prompt_ids(arguments: argparse.Namespace, target: Target) -> list[int]:
         )
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages.append({"role": "user", "content": prompt})
-    text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except Exception as error:  # a template raises whatever it likes
+        raise UserError(f"the chat template of --target {arguments.target} refuses the prompt: {error}") from error
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

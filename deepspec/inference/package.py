@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from deepspec.drafters.registry import TARGET_KEY, drafter_from_dict, drafter_to_dict
-from deepspec.errors import ConfigError, PackageError
+from deepspec.drafters.files import read_drafter_config, read_header
+from deepspec.drafters.registry import TARGET_KEY, drafter_to_dict
+from deepspec.errors import PackageError
 from deepspec.inference.package_checks import (
     BindableTarget,
-    TensorKind,
     build_drafter,
     check_files,
     check_header,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 OWN_DRAFTER = re.compile(r"deepspec\.drafters\.[a-z0-9_]+\.config\.[A-Za-z0-9]+")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I64": "int64"}
 
 
 def is_package(path: str | Path) -> bool:
@@ -75,7 +74,7 @@ def load_package(
         with safe_open(folder / WEIGHTS, framework="pt") as weights:
             check_header(config, weights.metadata() or {}, folder / WEIGHTS)
             drafter_config = _drafter_config(config, trusted_drafters)
-            check_tensors(config, drafter_config, {name: _kind(weights.get_slice(name)) for name in weights.keys()})
+            check_tensors(config, drafter_config, read_header(folder / WEIGHTS))
             tensors = {name: weights.get_tensor(name) for name in weights.keys()}
     except (OSError, SafetensorError) as error:
         raise PackageError(f"{folder / WEIGHTS} cannot be read: {error}") from error
@@ -94,20 +93,11 @@ def _drafter_config(config: PackageConfig, trusted: tuple[str, ...]) -> DrafterC
             f"{CONFIG}: drafter.{TARGET_KEY}={name!r} is not a drafter of DeepSpec, and a package "
             "runs no code of its own: pass the name in trusted_drafters if you trust it"
         )
-    try:
-        drafter_config = drafter_from_dict(config.drafter)
-        problems = drafter_config.problems()
-        whole = drafter_to_dict(drafter_config)
-    except (ConfigError, TypeError, ValueError) as error:
-        raise PackageError(f"{CONFIG}: drafter: {error}") from error
-    problems += [f"drafter.{key} is missing" for key in whole if key not in config.drafter]
-    if problems:
-        raise PackageError("\n".join(f"{CONFIG}: {problem}" for problem in problems))
+    drafter_config = read_drafter_config(config.drafter, CONFIG)
+    missing = [key for key in drafter_to_dict(drafter_config) if key not in config.drafter]
+    if missing:
+        raise PackageError("\n".join(f"{CONFIG}: drafter.{key} is missing" for key in missing))
     return drafter_config
-
-
-def _kind(entry: Any) -> TensorKind:
-    return tuple(entry.get_shape()), HEADER_DTYPES.get(entry.get_dtype(), entry.get_dtype())
 
 
 def _check_values(tensors: dict[str, Tensor]) -> None:

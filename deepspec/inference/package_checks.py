@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from deepspec.errors import DeepSpecError, PackageError
+from deepspec.drafters.files import (
+    TensorKind,
+    build_described,
+    check_inside,
+    check_num_layers,
+    tensor_problems,
+    type_name,
+)
+from deepspec.errors import PackageError
 from deepspec.inference.package_config import (
     CHECKSUMS,
     CONFIG,
@@ -31,8 +39,6 @@ if TYPE_CHECKING:
     from deepspec.contracts import TargetInfo
     from deepspec.drafters.base import Drafter, DrafterConfig
     from deepspec.nn.head import FrozenHead
-
-TensorKind = tuple[tuple[int, ...], str]  # shape, type
 
 REVISION = ("fingerprint", "max_position_embeddings", "rope_parameters")
 """What another revision of the same target may change; it is refused unless the caller allows it."""
@@ -78,7 +84,7 @@ def check_files(folder: Path) -> None:
         if name not in files:
             raise PackageError(f"{folder / CHECKSUMS} has no checksum of {name}")
     for name, digest in files.items():
-        _check_inside(folder, name)
+        check_inside(folder, name, CHECKSUMS)
         found = file_digest(folder / name)
         if found != digest:
             raise PackageError(f"{folder / name} is damaged or was changed: sha256 {found}, {CHECKSUMS} says {digest}")
@@ -129,9 +135,7 @@ def check_header(config: PackageConfig, metadata: Mapping[str, str], path: Path)
 
 def check_tensors(config: PackageConfig, drafter_config: DrafterConfig, found: Mapping[str, TensorKind]) -> None:
     """Compare the tensors of the file with those that the config needs; nothing is loaded for it."""
-    layers = config.drafter.get("num_layers", 0)
-    if isinstance(layers, int) and layers > len(found):
-        raise PackageError(f"{CONFIG}: drafter.num_layers={layers} is more than {WEIGHTS} has tensors")
+    check_num_layers(config.drafter, found, CONFIG)
     problems = tensor_problems(expected_tensors(config, drafter_config), found)
     if problems:
         raise PackageError("\n".join(f"{WEIGHTS}: {problem}" for problem in problems))
@@ -155,46 +159,16 @@ def expected_tensors(config: PackageConfig, drafter_config: DrafterConfig) -> di
         raise PackageError(f"{CONFIG}: quantisation.tensors names {', '.join(unknown)}, no matrix of this drafter")
     expected: dict[str, TensorKind] = {}
     for name, shape in shapes.items():
-        stored = config.dtype if state[name].is_floating_point() else _short(state[name].dtype)
+        stored = config.dtype if state[name].is_floating_point() else type_name(state[name].dtype)
         expected[name] = (shape, "int8" if name in config.quantised else stored)
         if name in config.quantised:
             expected[f"{name}_scale"] = ((shape[0], 1), "float32")
     return expected
 
 
-def found_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
-    """Return shape and type of tensors in memory."""
-    return {name: (tuple(t.shape), _short(t.dtype)) for name, t in tensors.items()}
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def tensor_problems(expected: Mapping[str, TensorKind], found: Mapping[str, TensorKind]) -> list[str]:
-    """List every tensor that is missing, unknown, of another shape or of another type."""
-    problems = [f"tensor {name} is missing" for name in expected if name not in found]
-    problems += [f"tensor {name} is unknown" for name in found if name not in expected]
-    for name in (n for n in expected if n in found):
-        (shape, dtype), (found_shape, found_dtype) = expected[name], found[name]
-        if shape != found_shape:
-            problems.append(f"tensor {name} has shape {list(found_shape)}, the config asks for {list(shape)}")
-        if dtype != found_dtype:
-            problems.append(f"tensor {name} has type {found_dtype}, the config asks for {dtype}")
-    return problems
-
-
 def build_drafter(config: PackageConfig, drafter_config: DrafterConfig) -> Drafter:
     """Build the drafter and compare its conventions with the package's."""
-    try:
-        drafter = drafter_config.build(config.target, config.target_layer_ids, config.mask_token_id)
-    except (ArithmeticError, DeepSpecError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise PackageError(f"{CONFIG}: the drafter cannot be built from it: {error}") from error
-    for name, value in vars(config.conventions).items():
-        built = getattr(drafter.conventions, name)
-        if built != value:
-            raise PackageError(f"{CONFIG}: {name}={value!r} contradicts the drafter section, which builds {built!r}")
-    return drafter
+    return build_described(drafter_config, config.target, config.conventions, CONFIG)
 
 
 def _changes(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
@@ -212,10 +186,3 @@ def _plain(info: TargetInfo) -> dict[str, Any]:
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: list[str], what: str) -> str:
     return "; ".join(f"{name} is {theirs[name]!r}, {what} says {ours[name]!r}" for name in names)
-
-
-def _check_inside(folder: Path, name: object) -> None:
-    if not isinstance(name, str) or name in {"", ".", ".."} or "/" in name or "\\" in name or "\0" in name:
-        raise PackageError(f"{folder / CHECKSUMS} names {name!r}, which is not a file beside it")
-    if (folder / name).resolve().parent != folder.resolve():
-        raise PackageError(f"{folder / name} leads out of the package's folder")

@@ -49,6 +49,8 @@ MEANINGS = {
     "offsets: target id = draft id + d2t[draft id]; markov_w2 has a row for each draft id, and all other token ids are "
     "the target's",
     "embeddings": "embedding and head are the target's own, with its scales and soft-cap; they are not stored here",
+    "template_options": "variables that the chat template of the target was given, beside the messages, wherever the "
+    "drafter was trained",
 }
 
 T = TypeVar("T")
@@ -89,6 +91,7 @@ class PackageConfig:
     draft_vocab_size: int
     hidden_size: int
     embeddings: Literal["target"]
+    template_options: Mapping[str, object]
     meanings: Mapping[str, object]
     quantisation: Quantisation | None
     drafter: Mapping[str, object]
@@ -111,6 +114,7 @@ def make_config(
     conventions: Conventions,
     target: TargetInfo,
     drafter: Mapping[str, object],
+    template_options: Mapping[str, object] | None = None,
     quantised: tuple[str, ...] = (),
 ) -> PackageConfig:
     """Build the config of a native package from what the drafter and its target say."""
@@ -130,6 +134,7 @@ def make_config(
         "draft_vocab_size": drafter.get(DRAFT_SIZE) or target.vocab_size,
         "hidden_size": target.hidden_size,
         "embeddings": "target",
+        "template_options": dict(template_options or {}),
         "meanings": MEANINGS,
         "quantisation": _int8(quantised) if quantised else None,
         "drafter": dict(drafter),

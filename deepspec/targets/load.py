@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,10 @@ OFFLINE = (
     "the model hub cannot be reached, or the model is not there. Set target.path to a local folder, check the "
     "spelling of the hub id, or fetch it on a machine with network access (hf download {path}) and copy the folder"
 )
+
+FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+"""Files of a hub repository that a target is made of; nothing pickled is among them."""
+NOT_FETCHED = ("*/*.safetensors", "consolidated*.safetensors")  # the same weights in other layouts
 
 
 def load_target(config: TargetConfig, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Target:
@@ -65,6 +71,43 @@ def load_tokenizer(config: TargetConfig) -> tuple[Any, tuple[int, ...]]:
     except (OSError, ValueError):  # many models come without one
         generation = None
     return _read_tokenizer(config, path), eos_ids(generation, hf_config.get_text_config(decoder=True))
+
+
+def fetch_target(config: TargetConfig) -> Path:
+    """Put the whole target on this machine, weights too, without loading it; return its folder.
+
+    Raises:
+        TargetError: no such folder, hub out of reach, or a repository without safetensors.
+    """
+    path = _local_path(config)
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    files = [*FETCHED, "*.py"] if config.trust_remote_code else [*FETCHED]
+    try:
+        folder = Path(
+            snapshot_download(path, revision=_revision(config), allow_patterns=files, ignore_patterns=[*NOT_FETCHED])
+        )
+    except Exception as error:  # the hub's errors have no base of their own
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise TargetError(f"target.path={config.path}: {OFFLINE.format(path=path)} ({_first_line(error)})") from error
+    if missing := _missing_weights(folder):
+        raise TargetError(
+            f"target.path={config.path}: {missing[0]} is not there: the repository has none, or this machine is "
+            f"offline and holds a part of the target only; fetch it with network access (hf download {path})"
+        )
+    return folder
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    """Return the files of weights that a model folder lacks."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return [name for name in names if not (folder / name).is_file()]
 
 
 def layer_ids(config: TargetConfig, num_layers: int) -> tuple[int, ...]:

@@ -54,9 +54,11 @@ def test_each_profile_is_written_into_the_run_folder(export: Run, run_folder: Pa
 def test_the_default_is_int8_and_loads(export: Run, run_folder: Path, tmp_path: Path) -> None:
     from deepspec.config.resolve import load_config
 
-    code, _, err = export(f"export.out={tmp_path / 'mine'}")
+    code, _, err = export(f"export.out={tmp_path / 'mine'}", "target.template_options={quick: true}")
     assert code == 0, err
     assert read_config(tmp_path / "mine").profile == "fp16_int8"
+    assert read_config(tmp_path / "mine").template_options == {"quick": True}
+    assert "chat template's options" in (tmp_path / "mine" / "card.md").read_text()
     load_package(tmp_path / "mine", load_target(load_config(run_folder).target))
 
 

@@ -61,6 +61,9 @@ def test_answers_samples_report_and_a_second_call_from_the_cache(
 ) -> None:
     code, out, err = run("show=1", "out=answered")
     assert code == 0, err
+    assert "train: 3 prompts answered" in out
+    assert "gives other tokens than the target said" in out
+    assert "test: 0 prompts" not in out
     assert "4 conversations -> 4 samples" in out
     assert "test prompts above 0.7" in out or "not measured" in out
     assert "template families in more than one split: 0" in out
@@ -83,6 +86,21 @@ def test_modes_stop_early(run: Run, files: Path) -> None:
     assert code == 0
     assert "samples" not in out
     assert [p.name for p in (files / "cache").iterdir()] == ["answers"]
+
+
+def test_mode_target_fetches_the_weights_of_a_hub_id(run: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def snapshot_download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(target)
+
+    monkeypatch.setattr("deepspec.targets.load.load_tokenizer", lambda _: (None, ()))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    code, out, err = run("mode=target", "target.path=org/model")
+    assert code == 0, err
+    assert asked == ["org/model"]
+    assert out == f"target tiny: {target}\n"
 
 
 def test_a_malformed_line_is_the_users_mistake(run: Run, files: Path) -> None:

@@ -240,3 +240,60 @@ def test_full_disk(folder: Path, arguments: list[str]) -> None:
     assert "could not be written" in done.stderr
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == before
     assert status(run)["status"] == "failed"
+
+
+STAND_IN = """#!/usr/bin/env bash
+echo "${0##*/} $*" >> "$LAUNCHED"
+mkdir -p "$RUN_FOLDER"
+echo '{"status": "interrupted", "time": 9e9}' > "$RUN_FOLDER/status.json"
+exit 1
+"""
+
+
+def launch(folder: Path, script: str, *words: str, run: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a launch script over a launcher that only writes down its words, as if the run in ``run`` was interrupted."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name in ("torchrun", "deepspeed", "srun", "scontrol"):
+        (folder / "bin" / name).write_text(STAND_IN)
+        (folder / "bin" / name).chmod(0o755)
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "LAUNCHED": str(folder / "launched"), "RUN_FOLDER": str(run)}
+    variables = environment(DEEPSPEC_RUNS=str(folder / "runs"), **own, **env)
+    command = ["bash", f"launch/{script}", *words]
+    return subprocess.run(command, cwd=ROOT, env=variables, timeout=120, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh"])
+def test_the_same_launch_goes_on_with_the_run(tmp_path: Path, script: str) -> None:
+    """A launch script has no run folder of its own, and reads the exit code from the one that the ranks use."""
+    cases: list[tuple[Path, list[str], dict[str, str]]] = [
+        (tmp_path / "runs" / "quickstart-smollm2", [], {}),
+        (tmp_path / "runs" / "mine", [], {"DEEPSPEC_RUN_ID": "mine"}),
+        (tmp_path / "else where", [f"paths.run='{tmp_path / 'else where'}'"], {}),
+    ]
+    for run, words, env in cases:
+        done = launch(tmp_path, script, "2", "recipe=quickstart", *words, run=run, **env)
+        assert done.returncode == 75, done.stderr
+    wrong = launch(tmp_path, script, "2", "recipe=quickstart", "sed=1", run=tmp_path)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: sed: no such key; did you mean seed")
+    assert len((tmp_path / "launched").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(("restarts", "resume"), [("", "false"), ("0", "false"), ("2", "true")])
+def test_a_requeued_job_goes_on_whatever_its_command_says(tmp_path: Path, restarts: str, resume: str) -> None:
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_NTASKS": "2", "SLURM_SUBMIT_DIR": str(ROOT)}
+    if restarts:
+        slurm["SLURM_RESTART_COUNT"] = restarts
+    run, words = (
+        tmp_path / "runs" / "slurm-7",
+        ["recipe=quickstart", "engine.global_batch_size=8", "train.resume=false"],
+    )
+    done = launch(tmp_path, "slurm.sbatch", *words, run=run, **slurm)
+    assert done.returncode == 75, done.stderr
+    said = (tmp_path / "launched").read_text().splitlines()
+    assert said[-1] == "scontrol requeue 7"
+    words = next(line for line in said if line.startswith("srun")).rpartition(" deepspec ")[2].split()
+    command = [sys.executable, "-m", "deepspec.train", "--cfg", "job", *words]
+    config = subprocess.run(command, cwd=ROOT, env=environment(), timeout=120, check=True, capture_output=True)
+    assert f"  resume: {resume}\n" in config.stdout.decode()

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from deepspec.config.arguments import groups_of, parse
-from deepspec.config.cli import report
 from deepspec.config.compose import CONF
-from deepspec.errors import ConfigError, DataError, Interrupted, TrainingError
+from deepspec.errors import ConfigError, DataError, Interrupted, TrainingError, UserError
 from tests.config.conftest import Run, run_process
 
 BASE = ("recipe=flash", "target=smollm2", "data=jsonl", "data.path=train.jsonl")
@@ -164,11 +163,20 @@ def test_every_end_has_its_exit_code(run: Run, error: BaseException, code: int, 
     assert says in done.err.splitlines()[-1]
 
 
-def test_only_rank_0_repeats_a_config_mistake(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_only_rank_0_names_a_mistake_that_every_rank_finds(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    for arguments in (["recipe=flsh"], [*BASE, "seed=x"]):
+        done = run(*arguments)
+        assert (done.code, done.err) == (2, "")
+    monkeypatch.setenv("RANK", "0")
+    assert "seed=x" in run(*BASE, "seed=x").err
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError])
+def test_what_goes_wrong_inside_the_command_is_said_by_its_rank(
+    run: Run, monkeypatch: pytest.MonkeyPatch, kind: type[UserError]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert report(ConfigError("seed=x: must be a whole number")) == 2
-    assert capsys.readouterr().err == ""
-    assert report(DataError("gone")) == 2
-    assert capsys.readouterr().err == "error (rank 1): gone\n"
+    done = run(*BASE, main=raising(kind("rank 1 of this machine has no GPU of its own")))
+    assert done.code == 2
+    assert done.err == "error (rank 1): rank 1 of this machine has no GPU of its own\n"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from deepspec.config.compose import compose, compose_run
-from deepspec.config.convert import Problems, build, describe, near
+from deepspec.config.convert import Problems, build, describe, near, type_hints
 from deepspec.config.resolve import load_config, resolve, resolve_command, save_config, to_plain
-from deepspec.config.schema import EvaluateCommand, ExportCommand
+from deepspec.config.schema import EvaluateCommand, ExportCommand, RunConfig
 from deepspec.errors import ConfigError
 
 
@@ -137,6 +137,10 @@ def test_batch_arithmetic_counts_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
         (["target.target_layer_ids=[1,1]"], "ascending, each layer once"),
         (["optim.betas=[0.9,1.0]"], "both must lie in [0, 1)"),
         (["optim.warmup_ratio=4"], "must lie between 0 and 1"),
+        (["generate.max_repeats=0"], "generate.max_repeats=0: must be at least 2"),
+        (["generate.max_repeats=1"], "generate.max_repeats=1: must be at least 2"),
+        (["optim.eps=0"], "optim.eps=0.0: must be above 0"),
+        (["optim.lr=.nan"], "optim.lr=nan: must not be negative"),
         (["data.path=x.jsonl"], "is read by data=jsonl only"),
         (["drafter.sliding_window=0"], "sliding_window"),
         (["drafter.gamma=0"], "gamma"),
@@ -151,6 +155,23 @@ def test_rules_name_the_key(overrides: list[str], says: str) -> None:
     found = problems_of(*overrides)
     assert len(found) == 1, found
     assert says in found[0]
+
+
+def numbers() -> list[str]:
+    """Return every key of the schema that takes one number."""
+    groups: dict[str, Any] = {name: hint for name, hint in type_hints(RunConfig).items() if is_dataclass(hint)}
+    found = {f"{group}.{key}": hint for group, cls in groups.items() for key, hint in type_hints(cls).items()}
+    found |= {key: hint for key, hint in type_hints(RunConfig).items() if key not in groups}
+    return [
+        key for key, hint in found.items() if {hint, *get_args(hint)} & {int, float} and get_origin(hint) is not tuple
+    ]
+
+
+def test_every_number_has_a_lower_bound() -> None:
+    keys = numbers()
+    assert len(keys) > 40
+    found = problems_of(*(f"{key}=-2" for key in keys))
+    assert [key for key in keys if not any(p.startswith(f"{key}=-2") for p in found)] == []
 
 
 def test_precisions_are_free_on_a_cpu() -> None:

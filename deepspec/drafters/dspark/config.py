@@ -61,7 +61,7 @@ class DSparkConfig:
         return [*self._size_problems(), *self._choice_problems(), *self._weight_problems()]
 
     def build(self, target: TargetInfo, target_layer_ids: tuple[int, ...], mask_token_id: int) -> DSparkDrafter:
-        """Build the drafter with random weights in fp32 on the CPU."""
+        """Build the drafter with random weights in fp32 on PyTorch's default device."""
         from deepspec.drafters.dspark.model import DSparkDrafter
 
         return DSparkDrafter(config=self, target=target, target_layer_ids=target_layer_ids, mask_token_id=mask_token_id)

@@ -96,6 +96,22 @@ def test_the_one_just_written_is_never_pruned(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-000005"]
 
 
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "..", "a/b", "link"])
+def test_names_that_lead_out_of_the_folder_are_not_read(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = toy.make_store(tmp_path, toy.make_drafter())
+    store.save(state(), Progress(step=5))
+    newest = store.save(state(), Progress(step=10))
+    (newest / "link").symlink_to("/etc/hostname")
+    description = json.loads((newest / "state.json").read_text())
+    description["files"] = {name: {"bytes": 1, "crc32": 1}, **description["files"]}
+    (newest / "state.json").write_text(json.dumps(description))
+    with caplog.at_level(logging.WARNING):
+        assert store.newest() == "step-000005"
+    assert "not a file beside it" in caplog.text or "leads out of its folder" in caplog.text
+
+
 def test_only_damaged_ones(tmp_path: Path) -> None:
     store = toy.make_store(tmp_path, toy.make_drafter())
     (store.save(state(), Progress(step=5)) / "state.json").unlink()
@@ -148,6 +164,7 @@ def test_full_disk_keeps_older_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(store_module, "save_file", full)
     with pytest.raises(TrainingError, match="No space left") as caught:
         store.save(state(), Progress(step=10))
+    assert "move the run folder to another disk and set paths.run to it" in str(caught.value)
     assert caught.value.exit_code == 1
     assert "step-000010" in str(caught.value)
     assert names(tmp_path) == ["latest", "step-000005"]

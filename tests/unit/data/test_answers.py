@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from deepspec.config.schema import GenerateConfig
 from deepspec.contracts import Conversation
 from deepspec.data import answers
-from deepspec.data.answers import answer_file
+from deepspec.data.answers import AnswerReport, answer_file
 from deepspec.data.chat import ChatRenderer
 from deepspec.data.conversations import read_conversations
 from deepspec.data.generate import Answer, answer_prompts
@@ -106,16 +105,70 @@ def test_other_settings_do_not_mix(
     assert len(out.read_text().splitlines()) == 4
 
 
-def test_text_that_gives_other_tokens_is_counted(target: Target, renderer: ChatRenderer, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
+def test_text_that_gives_other_tokens_is_counted(
+    target: Target, renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = Answer("q0", (5, 3, 0, 93), "stop")  # 94 to 96 have no text; specials written in text stay themselves
     conversation, same = answers._answered(questions(1)[0], said, target.tokenizer)
     assert same
     assert conversation.messages[-1] == ("assistant", " <|mask|><|pad|>&")
-    _, same = answers._answered(questions(1)[0], Answer("q0", (5, 95), "stop"), target.tokenizer)
-    assert not same
-    answer_file(target, renderer, [], SETTINGS, out)
-    assert json.dumps(out.read_text()) == '""'
+    finished = [said, Answer("q1", (5, 95), "stop"), Answer("q2", (5, 96), "length"), Answer("q3", (5,), "stop")]
+
+    def dies(*_: Any) -> Iterator[Answer]:
+        yield from finished[:2]
+        raise Stopped
+
+    monkeypatch.setattr(answers, "answer_prompts", dies)
+    with pytest.raises(Stopped):
+        answer_file(target, renderer, questions(4), SETTINGS, tmp_path / "out.jsonl")
+    monkeypatch.setattr(answers, "answer_prompts", lambda *_: iter(finished[2:]))
+    report = answer_file(target, renderer, questions(4), SETTINGS, tmp_path / "out.jsonl")
+    assert report == AnswerReport(answered=4, cut_by_length=1, retokenised_differently=2)
+    assert report.line().startswith("4 prompts answered, 1 of the answers cut")
+    assert "text of 2 gives other tokens" in report.line()
+
+
+def test_a_torn_line_is_cut_off_without_writing_the_others_again(
+    target: Target, renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    monkeypatch.setattr(answers, "answer_prompts", dies_after(2, []))
+    with pytest.raises(Stopped):
+        answer_file(target, renderer, questions(4), SETTINGS, out)
+    whole = partial.read_bytes()
+    partial.write_bytes(whole + b"\x00" * 9)
+    monkeypatch.setattr(answers, "answer_prompts", dies_after(0, []))
+    for name in ("write_bytes", "write_text"):
+        monkeypatch.setattr(Path, name, lambda *_, **__: pytest.fail("a kill in here would lose every answer"))
+    with pytest.raises(Stopped):
+        answer_file(target, renderer, questions(4), SETTINGS, out)
+    assert partial.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda lines: [b"\0\0\0", *lines[1:]], "partial:1: no settings"),
+        (lambda lines: [b"[1]", *lines[1:]], "partial:1: no settings"),
+        (lambda lines: [lines[0], b'{"id": ', *lines[2:]], "partial:2: not valid JSON"),
+        (lambda lines: [lines[0], b"\xff\xfe", *lines[2:]], "not UTF-8"),
+    ],
+)
+def test_a_damaged_unfinished_file_is_named(
+    target: Target,
+    renderer: ChatRenderer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[list[bytes]], list[bytes]],
+    says: str,
+) -> None:
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    monkeypatch.setattr(answers, "answer_prompts", dies_after(2, []))
+    with pytest.raises(Stopped):
+        answer_file(target, renderer, questions(4), SETTINGS, out)
+    partial.write_bytes(b"\n".join(damage(partial.read_bytes().split(b"\n"))))
+    with pytest.raises(DataError, match=says):
+        answer_file(target, renderer, questions(4), SETTINGS, out)
 
 
 def test_an_answer_is_never_cut_inside_a_character() -> None:

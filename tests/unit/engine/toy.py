@@ -69,7 +69,7 @@ class ToyDrafter(Drafter):
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * 0.3)
 
     def denominators(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {"square": batch.loss_mask.sum().float(), "rare": self._rare(batch).sum()}

@@ -484,7 +484,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(copy: Path, target: Targe
 def test_a_link_out_of_the_folder_is_refused(copy: Path, target: Target, tmp_path: Path) -> None:
     (copy / "model.safetensors").rename(tmp_path / "elsewhere")
     (copy / "model.safetensors").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PackageError, match="leads out of the package"):
+    with pytest.raises(PackageError, match="leads out of its folder"):
         load_package(copy, target)
 
 

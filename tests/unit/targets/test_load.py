@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
 from deepspec.config.schema import TargetConfig
 from deepspec.errors import ConfigError, TargetError
-from deepspec.targets.load import layer_ids, load_target, load_tokenizer
+from deepspec.targets.load import fetch_target, layer_ids, load_target, load_tokenizer
 from tests.helpers import EOS_TOKEN_ID, MASK_TOKEN_ID, tiny_model, tiny_tokenizer
 
 
@@ -59,6 +62,62 @@ def test_hub_out_of_reach_says_what_to_do(config: TargetConfig) -> None:
     with pytest.raises(TargetError, match="cannot be reached.*local folder.*hf download Nobody/nothing-1B") as caught:
         load_target(replace(config, path="Nobody/nothing-1B"))
     assert "\n" not in str(caught.value)
+
+
+class Hub:
+    """Stands for the model hub: a repository of some files, or an error."""
+
+    def __init__(self, cache: Path, files: list[str], error: Exception | None = None) -> None:
+        self.cache, self.files, self.error = cache, files, error
+
+    def snapshot_download(self, name: str, *, revision: str, allow_patterns: Any, ignore_patterns: Any) -> str:
+        if self.error:
+            raise self.error
+        assert (name, revision) == ("org/model", "v2")
+        for file in filter_repo_objects(
+            self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns, key=str
+        ):
+            path = self.cache / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shards = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+            path.write_text(json.dumps(shards))
+        return str(self.cache)
+
+
+OTHERS = ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja", "vocab.model"]
+UNWANTED = ["pytorch_model.bin", "own.py", "onnx/model.safetensors", "consolidated.safetensors", "x.gguf"]
+SHARDS = ["model.safetensors.index.json", "model-1.safetensors", "model-2.safetensors"]
+
+
+@pytest.mark.parametrize("weights", [["model.safetensors"], SHARDS])
+def test_fetching_takes_weights_config_and_tokenizer(
+    config: TargetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[str]
+) -> None:
+    hub = Hub(tmp_path, [*OTHERS, *UNWANTED, *weights])
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    config = replace(config, path="org/model", revision="v2")
+    assert fetch_target(config) == tmp_path
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == {*OTHERS, *weights}
+    fetch_target(replace(config, trust_remote_code=True))
+    assert (tmp_path / "own.py").exists()
+
+
+def test_fetching_a_local_folder_is_to_name_it(config: TargetConfig, folder: Path) -> None:
+    assert fetch_target(config) == folder
+
+
+def test_what_cannot_be_fetched_is_said(config: TargetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(config, path="org/model", revision="v2")
+    with pytest.raises(TargetError, match="cannot be reached.*hf download org/model"):
+        fetch_target(config)  # the real client, offline
+    for files, missing in ((OTHERS + UNWANTED, "model.safetensors"), (SHARDS[:2], "model-2.safetensors")):
+        monkeypatch.setattr("huggingface_hub.snapshot_download", Hub(tmp_path, files).snapshot_download)
+        with pytest.raises(TargetError, match=f"target.path=org/model: {missing} is not there"):
+            fetch_target(config)
+    full = Hub(tmp_path, [], OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full.snapshot_download)
+    with pytest.raises(OSError, match="No space left"):
+        fetch_target(config)
 
 
 @pytest.mark.parametrize("mask", [97, -1])
