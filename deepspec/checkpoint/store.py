@@ -26,6 +26,7 @@ from deepspec.errors import PackageError, TrainingError
 from deepspec.log import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from deepspec.contracts import TargetInfo
@@ -47,7 +48,6 @@ class Checkpoint:
     folder: Path
     state: TrainState
     progress: Progress
-    fingerprints: dict[str, str]  # hash of each section of the configuration
 
 
 class CheckpointStore:
@@ -60,7 +60,7 @@ class CheckpointStore:
         drafter: Drafter,
         config: DrafterConfig,
         info: TargetInfo,
-        fingerprints: dict[str, str],
+        fingerprints: Mapping[str, Any],
         keep: int,
     ) -> None:
         self.folder = folder
@@ -152,6 +152,10 @@ class CheckpointStore:
             log.warning("falling back to the one before: %s; the damaged one is now %s", name, aside)
         write_text(self.folder / POINTER, name + "\n")
 
+    def read_fingerprints(self, name: str) -> dict[str, Any]:
+        """Return what the checkpoint ``name`` was trained on and with."""
+        return dict(_read_state(self.folder / name).get("fingerprints", {}))
+
     def load(self, name: str) -> Checkpoint:
         """Read the checkpoint ``name``."""
         folder = self.folder / name
@@ -166,7 +170,7 @@ class CheckpointStore:
             optimizer_step=int(description["optimizer_step"]),
             loss_scale=dict(description["loss_scale"]),
         )
-        return Checkpoint(folder, state, Progress(**description["progress"]), dict(description["fingerprints"]))
+        return Checkpoint(folder, state, Progress(**description["progress"]))
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

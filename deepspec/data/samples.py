@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -95,6 +96,13 @@ class SampleSet(Sequence[Sample]):
         start, end = self.offsets[index : index + 2].tolist()
         mask = self.loss_mask[start:end].bool().tolist()
         return Sample(self.ids[index], tuple(self.input_ids[start:end].tolist()), tuple(mask), self.sources[index])
+
+    def checksum(self) -> str:
+        """Return a CRC-32 of all that a training run reads of the set: ids, tokens, masks and lengths."""
+        value = zlib.crc32(json.dumps(self.ids).encode())
+        for tensor in (self.input_ids, self.loss_mask, self.offsets):
+            value = zlib.crc32(tensor.contiguous().numpy().data, value)
+        return f"{value:08x}"
 
 
 def save_samples(folder: Path, samples: SampleSet) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from deepspec.checkpoint.fingerprint import check_fingerprints, fingerprints
@@ -52,13 +51,16 @@ def build_trainer(
     """Put a training run together and, unless ``train.resume`` is off, take over its newest checkpoint.
 
     ``start`` gives the drafter its first weights; it is called where there is no checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint was written with another target or drafter.
     """
     store = CheckpointStore(
         run / "checkpoints",
         drafter=drafter,
         config=cfg.drafter,
         info=info,
-        fingerprints=_fingerprints(cfg, info),
+        fingerprints=fingerprints(drafter, info, inputs.samples, inputs.total_steps, plain_config),
         keep=cfg.train.keep,
     )
     found = _newest(store, ranks) if cfg.train.resume else None
@@ -66,6 +68,8 @@ def build_trainer(
         store.set_aside()
     if found is None:
         start()
+    else:
+        check_fingerprints(store.read_fingerprints(found), store.fingerprints)
     trainer = Trainer(
         drafter=drafter,
         engine=build_engine(drafter, ranks=ranks, engine=cfg.engine, optim=cfg.optim),
@@ -88,7 +92,6 @@ def build_trainer(
     )
     if found is not None:
         checkpoint = store.load(found)
-        check_fingerprints(checkpoint.fingerprints, store.fingerprints)
         trainer.resume(checkpoint)
         log.info("going on from %s: step %d", checkpoint.folder, checkpoint.progress.step)
     return trainer
@@ -99,13 +102,6 @@ def _newest(store: CheckpointStore, ranks: Ranks) -> str | None:
     if ranks.world_size == 1:
         return store.newest()
     return ranks.from_first(store.newest() if ranks.is_first else None)
-
-
-def _fingerprints(cfg: RunConfig, info: TargetInfo) -> dict[str, str]:
-    """Hash what shapes the course of a run; ranks, engine and folders do not."""
-    target = (info.fingerprint, cfg.target.target_layer_ids, cfg.target.mask_token_id)
-    data = (cfg.data.max_length, cfg.data.anchors_per_sample, cfg.data.limit, cfg.seed, cfg.engine.global_batch_size)
-    return fingerprints({"drafter": asdict(cfg.drafter), "target": target, "data": data, "optim": asdict(cfg.optim)})
 
 
 def _hooks(

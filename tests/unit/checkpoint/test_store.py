@@ -9,7 +9,9 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from deepspec.checkpoint import store as store_module
 from deepspec.checkpoint.atomic import new_folder, write_text
 from deepspec.checkpoint.fingerprint import check_fingerprints, fingerprints
 from deepspec.checkpoint.state import Progress, TrainState
+from deepspec.data.samples import PrepareReport, SampleSet
 from deepspec.drafters.files import newest_drafter
 from deepspec.errors import ConfigError, PackageError, TrainingError
 from tests.unit.engine import toy
@@ -173,14 +176,65 @@ def test_atomic_writes(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
-def test_fingerprints(caplog: pytest.LogCaptureFixture) -> None:
-    saved = fingerprints({"drafter": {"a": 1}, "optim": {"lr": 1.0}})
-    check_fingerprints(saved, saved)
+TOY = toy.ToyConfig()
+CONFIG: dict[str, Any] = {
+    "seed": 0,
+    "drafter": {"gamma": 2, "width": 12, "ce": 0.1},
+    "target": {"path": "a", "dtype": "auto"},
+    "data": {"train": "train.jsonl", "limit": None},
+    "optim": {"lr": 1.0, "betas": (0.9, 0.95)},
+    "generate": {"temperature": 0.0},
+    "train": {"epochs": 2, "log_every": 10},
+}
+
+
+def prints(
+    config: toy.ToyConfig = TOY, *, token: int = 1, steps: int = 4, weights: str = "a", **changes: Any
+) -> dict[str, dict[str, Any]]:
+    """Fingerprint a toy run; ``changes`` are whole groups or settings laid over ``CONFIG``."""
+    flat = [torch.full((3,), token, dtype=torch.int32), torch.ones(3, dtype=torch.uint8), torch.tensor([0, 3])]
+    samples = SampleSet(flat[0], flat[1], flat[2], ["s"], [""], PrepareReport())
+    info = replace(toy.INFO, fingerprint=weights)
+    return fingerprints(config.build(info, (1, 2), 3), info, samples, steps, CONFIG | changes)
+
+
+def warned(caplog: pytest.LogCaptureFixture, current: dict[str, Any]) -> str:
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
-        check_fingerprints(saved, fingerprints({"drafter": {"a": 1}, "optim": {"lr": 2.0}}))
-    assert "optim" in caplog.text
-    with pytest.raises(ConfigError, match=r"drafter changed.*paths\.run"):
-        check_fingerprints(saved, fingerprints({"drafter": {"a": 2}, "optim": {"lr": 1.0}}))
+        check_fingerprints(json.loads(json.dumps(prints())), current)
+    return caplog.text
+
+
+def test_changes_that_do_not_matter_go_unmentioned(caplog: pytest.LogCaptureFixture) -> None:
+    target, data = {"path": "b", "dtype": "auto"}, {"train": "moved.jsonl", "limit": None}
+    assert warned(caplog, prints()) == ""
+    assert warned(caplog, prints(target=target, data=data, train={"epochs": 2, "log_every": 1})) == ""
+
+
+def test_changes_of_the_course_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    drafter, optim = CONFIG["drafter"] | {"ce": 0.2}, CONFIG["optim"] | {"lr": 2.0}
+    said = warned(caplog, prints(drafter=drafter, optim=optim))
+    assert "drafter.ce=0.2 (was 0.1), optim.lr=2.0 (was 1.0)" in said
+    said = warned(caplog, prints(token=2, data={"train": "other.jsonl", "limit": None}))
+    assert 'the samples of data.train, data.train="other.jsonl" (was "train.jsonl")' in said
+    said = warned(caplog, prints(steps=8, train={"epochs": 4}))
+    assert "the number of steps, train.epochs=4 (was 2)" in said
+    assert "the samples of data.train;" in warned(caplog, prints(token=2)), "the same file with other content"
+
+
+def test_another_drafter_or_target_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"drafter's tensors changed.*: drafter\.width=8 \(was 12\).*paths\.run"):
+        check_fingerprints(prints(), prints(toy.ToyConfig(width=8), drafter=CONFIG["drafter"] | {"width": 8}))
+    with pytest.raises(ConfigError, match=r"block conventions changed.*: drafter\.gamma=3 \(was 2\)"):
+        check_fingerprints(prints(), prints(toy.ToyConfig(gamma=3), drafter=CONFIG["drafter"] | {"gamma": 3}))
+    with pytest.raises(ConfigError, match=r'the target changed.*: target\.path="b" \(was "a"\)'):
+        check_fingerprints(prints(), prints(weights="b", target={"path": "b", "dtype": "auto"}))
+
+
+def test_a_checkpoint_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_fingerprints({"drafter": "0123"}, prints())
+    assert "go unnoticed" in caplog.text
 
 
 def test_description_is_json_with_checksums(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def make_trainer(
 
 def make_store(folder: Path, drafter: Drafter, *, keep: int = 2) -> CheckpointStore:
     """Build the checkpoint store of a toy run."""
-    return CheckpointStore(folder, drafter=drafter, config=ToyConfig(), info=INFO, fingerprints={"a": "1"}, keep=keep)
+    return CheckpointStore(folder, drafter=drafter, config=ToyConfig(), info=INFO, fingerprints={}, keep=keep)
 
 
 def engine_config(**changes: Any) -> EngineConfig:
