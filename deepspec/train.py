@@ -43,8 +43,6 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     from deepspec.features.online import FeatureSource, OnlineFeatures, RememberedFeatures
     from deepspec.targets.load import layer_ids, load_target
 
-    if ranks.is_first:
-        save_config(cfg, run / "config.yaml")
     target = load_target(cfg.target, ranks.device)
     taps = layer_ids(cfg.target, target.info.num_layers)
     torch.manual_seed(cfg.seed)
@@ -56,7 +54,7 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     features: FeatureSource = OnlineFeatures(target, taps)
     if cfg.features.memory_gib > 0:
         features = RememberedFeatures(features, int(cfg.features.memory_gib * 2**30))
-    build_trainer(
+    trainer = build_trainer(
         cfg,
         run=run,
         ranks=ranks,
@@ -66,7 +64,10 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
         features=features,
         start=lambda: start_weights(cfg, drafter, target, inputs, features, ranks),
         plain_config=to_plain(cfg),
-    ).run()
+    )
+    if ranks.is_first:  # now that the checkpoint, if there is one, was found to fit
+        save_config(cfg, run / "config.yaml")
+    trainer.run()
 
 
 if __name__ == "__main__":

@@ -130,6 +130,29 @@ def test_interrupted_and_resumed(folder: Path, arguments: list[str], straight: P
     assert all(value.equal(expected[name]) for name, value in weights(run).items())
 
 
+def test_a_checkpoint_of_another_drafter_is_refused(folder: Path, arguments: list[str], straight: Path) -> None:
+    """What the run was trained with stays on disk, and the message says how to get back to it."""
+    run = shutil.copytree(straight, folder / "other-drafter")
+    before = (run / "config.yaml").read_bytes()
+    command = [sys.executable, "-m", "deepspec.train", *arguments, f"paths.run={run}", "drafter.gamma=4"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), timeout=240, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "drafter.gamma=4 (was 3)" in done.stderr
+    assert (run / "config.yaml").read_bytes() == before
+
+
+def test_other_weights_of_the_loss_go_on_with_a_warning(folder: Path, arguments: list[str], straight: Path) -> None:
+    run = shutil.copytree(straight, folder / "other-loss")
+    extra = ("drafter.ce=0.3", "train.epochs=2")
+    assert train(arguments, f"paths.run={run}", *extra) == 0
+    said = "".join(p.read_text() for p in (run / "logs").iterdir())
+    assert "drafter.ce=0.3 (was 0.1)" in said
+    assert "the number of steps, " in said and "train.epochs=2 (was 1)" in said
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step-000008"
+
+
 @pytest.mark.slow
 def test_every_rank_gets_the_first_ones_fit(folder: Path, arguments: list[str]) -> None:
     """Two ranks that start fitted end where one does."""
