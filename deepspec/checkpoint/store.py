@@ -103,13 +103,6 @@ class CheckpointStore:
         }
         write_json(folder / STATE, description)
 
-    def set_aside(self) -> None:
-        """Rename the folder when it holds checkpoints, so that the run starts anew and nothing is lost."""
-        if not self._folders():
-            return
-        aside = self.folder.rename(free_path(self.folder.with_name(f"{self.folder.name}-before")))
-        log.warning("older checkpoints were moved to %s", aside)
-
     def _prune(self, written: Path) -> None:
         """Keep the one just written, whatever its number, and the newest of the others."""
         others = [folder for folder in self._folders() if folder != written]

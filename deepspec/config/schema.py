@@ -135,7 +135,10 @@ class TrainConfig:
     validate_every: int | None = key("Steps between passes over the validation samples; null never", None)
     save_every: int | None = key("Steps between checkpoints; one is always written at the end", 500)
     keep: int = key("Checkpoints kept, newest first", 2)
-    resume: bool = key("Go on from the newest checkpoint in the run folder", True)
+    resume: bool = key(
+        "Go on from the newest checkpoint in the run folder; false moves it, with its metrics and config, to before-N",
+        True,
+    )
     max_bad_steps: int = key("Stop after so many steps in a row with a gradient that is not finite", 20)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deepspec.checkpoint.aside import set_aside
 from deepspec.checkpoint.fingerprint import check_fingerprints, fingerprints
 from deepspec.checkpoint.store import CheckpointStore
 from deepspec.engine.hooks import LogHook, ProgressHook, SaveHook, SignalHook, ValidateHook
@@ -65,7 +66,7 @@ def build_trainer(
     )
     found = _newest(store, ranks) if cfg.train.resume else None
     if not cfg.train.resume and ranks.is_first:
-        store.set_aside()
+        set_aside(run)
     if found is None:
         start()
     else:

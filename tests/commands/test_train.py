@@ -153,6 +153,15 @@ def test_other_weights_of_the_loss_go_on_with_a_warning(folder: Path, arguments:
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-000008"
 
 
+def test_starting_anew_keeps_the_earlier_start(folder: Path, arguments: list[str], straight: Path) -> None:
+    run = shutil.copytree(straight, folder / "anew")
+    assert train(arguments, f"paths.run={run}", "train.resume=false", "train.max_steps=2", "drafter.gamma=2") == 0
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step-000002"
+    for name in ("metrics.jsonl", "config.yaml", "checkpoints/latest"):
+        assert (run / "before-1" / name).read_bytes() == (straight / name).read_bytes()
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [2]
+
+
 @pytest.mark.slow
 def test_every_rank_gets_the_first_ones_fit(folder: Path, arguments: list[str]) -> None:
     """Two ranks that start fitted end where one does."""

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from deepspec.checkpoint import store as store_module
+from deepspec.checkpoint.aside import set_aside
 from deepspec.checkpoint.atomic import new_folder, write_text
 from deepspec.checkpoint.fingerprint import check_fingerprints, fingerprints
 from deepspec.checkpoint.state import Progress, TrainState
@@ -158,14 +159,22 @@ def test_folders_by_other_names_are_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-000005-best", "step-000010"]
 
 
-def test_starting_anew_sets_older_ones_aside(tmp_path: Path) -> None:
-    store = toy.make_store(tmp_path / "checkpoints", toy.make_drafter())
-    store.set_aside()
-    for _ in range(2):
+def test_starting_anew_sets_the_earlier_start_aside(tmp_path: Path) -> None:
+    """Together, as run folders that evaluate can read; what belongs to no start stays."""
+    set_aside(tmp_path)
+    assert names(tmp_path) == []
+    files = ("metrics.jsonl", "wandb-id.txt", "config.yaml")
+    for number in (1, 2):
+        store = toy.make_store(tmp_path / "checkpoints", toy.make_drafter())
         store.save(state(), Progress(step=5))
-        store.set_aside()
+        for name in (*files, "status.json"):
+            (tmp_path / name).write_text(f"{name} {number}")
+        set_aside(tmp_path)
         assert store.newest() is None
-    assert names(tmp_path) == ["checkpoints-before-1", "checkpoints-before-2"]
+        assert names(tmp_path / f"before-{number}") == sorted(["checkpoints", *files])
+        assert all((tmp_path / f"before-{number}" / name).read_text() == f"{name} {number}" for name in files)
+    assert names(tmp_path) == ["before-1", "before-2", "status.json"]
+    assert newest_drafter(tmp_path / "before-1").name == "step-000005"
 
 
 def test_atomic_writes(tmp_path: Path) -> None:
