@@ -1,6 +1,10 @@
 # Read by the launch scripts. One run folder for all ranks, threads shared out, and the exit code out of status.json.
 
 start_run() { # start_run key=value ...
+  local word
+  for word in "$@"; do
+    case $word in -h | --help) exec python -m deepspec.train --help ;; esac
+  done
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + ${processes:-1} - 1) / ${processes:-1}))}
   # Every rank composes this folder for itself, out of the recipe and its target or out of DEEPSPEC_RUN_ID: the same
   # command finds the same run again.

@@ -45,5 +45,7 @@ echo
 tail -n +4 "$run/export.txt"
 echo
 echo "Sizes, and where everything lies"
-du -shL "$(value target.path)" "$package" "$run/checkpoints" "$run/evaluation" "$run"
+for path in "$(value target.path)" "$package" "$run/checkpoints" "$run/evaluation" "$run"; do
+  du -shL "$path" # one at a time: du counts no file twice
+done
 echo "done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s"

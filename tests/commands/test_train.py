@@ -277,6 +277,9 @@ def test_the_same_launch_goes_on_with_the_run(tmp_path: Path, script: str) -> No
     wrong = launch(tmp_path, script, "2", "recipe=quickstart", "sed=1", run=tmp_path)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: sed: no such key; did you mean seed")
+    helped = launch(tmp_path, script, "2", "--help", run=tmp_path)
+    assert helped.returncode == 0
+    assert "recipe" in helped.stdout
     assert len((tmp_path / "launched").read_text().splitlines()) == 3
 
 
