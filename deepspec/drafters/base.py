@@ -150,13 +150,13 @@ class Drafter(nn.Module):
             if before and self._vocabulary and not before[0].ids.equal(self._vocabulary[0].ids):
                 log.warning("the draft vocabulary of the saved weights is kept; the one chosen before was another")
 
-    def initialise_from(self, target_model: nn.Module) -> list[str]:
+    def initialise_from(self, target_model: nn.Module) -> list[str]:  # noqa: ARG002 - for subclasses
         """Copy what fits from the target's own layers; return a line for each part that was taken."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be initialised from its target")
+        raise ConfigError(f"drafter.init: {type(self).__name__} cannot start from its target; set it to random")
 
-    def fit(self, examples: Sequence[tuple[Batch, Features]]) -> list[str]:
+    def fit(self, examples: Sequence[tuple[Batch, Features]]) -> list[str]:  # noqa: ARG002 - for subclasses
         """Fit to ``examples`` what can be fitted without gradients; return a line for each part."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be fitted")
+        raise ConfigError(f"drafter.init: {type(self).__name__} cannot be fitted; set it to another value")
 
     def denominators(self, batch: Batch) -> dict[str, Tensor]:
         """Return the weight (0-d fp32) of each loss term, from the batch alone."""

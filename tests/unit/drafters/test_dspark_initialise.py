@@ -9,9 +9,11 @@ import torch
 import transformers
 from torch import nn
 
+from deepspec.drafters.base import Drafter
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.initialise import norm_weight
 from deepspec.drafters.dspark.model import DSparkDrafter
+from deepspec.errors import ConfigError
 from tests.unit.drafters.small import TAPS, VOCAB, target_info
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -160,3 +162,10 @@ def test_what_does_not_fit_is_said() -> None:
     assert drafter.initialise_from(nn.Linear(2, 2)) == [
         "the target shows no stack of decoder layers that is deep enough: every weight stays random"
     ]
+
+
+def test_a_drafter_without_such_a_start_names_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"drafter\.init: Drafter cannot start from its target"):
+        Drafter().initialise_from(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"drafter\.init: Drafter cannot be fitted"):
+        Drafter().fit([])
