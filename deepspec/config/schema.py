@@ -153,7 +153,7 @@ class EvaluateConfig:
     timing_prompts: int = key("Prompts that are timed, plain, prompt lookup and speculative; 0 times nothing", 15)
     timing_new_tokens: int = key("Tokens of each timed answer", 64)
     confidence_threshold: float | None = key(
-        "Time also blocks that end before the first slot whose confidence is lower; null does not", None
+        "Time also blocks that end before a slot whose chance of being kept is lower; null does not", None
     )
     threads: int = key("CPU threads while timing on a CPU", 1)
     bootstrap: int = key("Resamples for the confidence intervals", 2000)

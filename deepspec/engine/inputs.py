@@ -29,8 +29,8 @@ class Inputs:
     """Training batches from any step on, the samples they are made of, and the validation batches of one pass."""
 
     batches: Callable[[int], Iterable[tuple[int, Sequence[Batch]]]]
-    dense_batches: Callable[[], Iterator[Batch]]
-    """The micro-batches of all ranks from the first step on, with an anchor wherever one can sit."""
+    first_batches: Callable[[int], Iterator[Batch]]
+    """The micro-batches of all ranks in the first epoch, with at most so many anchors a sample."""
     total_steps: int
     steps_per_epoch: int
     samples: SampleSet
@@ -65,14 +65,14 @@ def read_inputs(cfg: RunConfig, target: Target, ranks: Ranks) -> Inputs:
         parts = validation_batches(held_out.lengths, micro_batch_size=micro, world_size=world, rank=ranks.rank)
         validation = partial(map, maker(held_out), parts)
 
-    def dense_batches() -> Iterator[Batch]:
+    def first_batches(anchors: int) -> Iterator[Batch]:
         whole = BatchPlan(train.lengths, global_batch_size=total, micro_batch_size=micro, seed=cfg.seed)
         for step in range(min(steps, plan.num_steps(1))):
-            yield from map(maker(train, cfg.data.max_length), whole.micro_batches(step))
+            yield from map(maker(train, anchors), whole.micro_batches(step))
 
     return Inputs(
         batches=lambda start: batches(start=start),
-        dense_batches=dense_batches,
+        first_batches=first_batches,
         total_steps=steps,
         steps_per_epoch=plan.num_steps(1),
         samples=train,

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top-p", type=float)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--gamma", type=int, help="drafted tokens of a round; the package's own by default")
-    p.add_argument("--confidence-threshold", type=float, help="end a block before a slot that is less likely kept")
+    p.add_argument("--confidence-threshold", type=float, help="end blocks before slots that are less likely kept")
     p.add_argument("--plain", action="store_true", help="decode without drafting")
     p.add_argument("--prompt-lookup", action="store_true", help="draft by repeating the text so far")
     p.add_argument("--json", action="store_true", help="print one JSON object")

@@ -107,9 +107,10 @@ class PromptLookupProposer:
 class DrafterProposer:
     """Lets a trained drafter propose.
 
-    With a ``confidence_threshold`` a block ends before the first slot whose confidence is lower. The confidence of a
-    slot is known before its token is drawn (it depends on the features and on earlier tokens only), so that stopping
-    there leaves the output's distribution as it is; stopping by anything that depends on the token itself would not.
+    With a ``confidence_threshold`` a block ends before the first slot that is less likely to be kept: the product of
+    the confidences up to it (DSpark's survival probability, section 3.2). The confidence of a slot is known before its
+    token is drawn (it depends on the features and on earlier tokens only), so that stopping there leaves the output's
+    distribution as it is; stopping by anything that depends on the token itself would not.
     """
 
     def __init__(self, drafter: Drafter, confidence_threshold: float | None = None) -> None:
@@ -136,5 +137,5 @@ class DrafterProposer:
             raise UserError(
                 f"confidence_threshold is {self._threshold}, but this drafter has no confidence head; leave it out"
             )
-        sure = int((proposal.confidence >= self._threshold).long().cumprod(dim=0).sum())
+        sure = int((proposal.confidence.cumprod(dim=0) >= self._threshold).sum())  # the products fall
         return Proposal(proposal.tokens[:sure], proposal.probabilities[:sure], proposal.confidence[:sure])

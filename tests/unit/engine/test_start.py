@@ -59,7 +59,7 @@ def test_every_rank_gets_the_first_ones_weights(init: str) -> None:
     ranks = ManyRanks(0, 0, 2, torch.device("meta"))
     config: Any = SimpleNamespace(drafter=SimpleNamespace(init=init, fit_samples=1))
     drafter: Any = Copied(2, 2)
-    inputs: Any = SimpleNamespace(dense_batches=lambda: iter(batches(8)))
+    inputs: Any = SimpleNamespace(first_batches=lambda anchors: iter(batches(8)))
     target: Any = SimpleNamespace(model=None)
     features: Any = str  # what the fit is given is not looked at
     start.start_weights(config, drafter, target, inputs, features, ranks)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from deepspec.contracts import Proposal
 from deepspec.errors import UserError
 from deepspec.inference.decoder import Round, SpeculativeDecoder
 from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer
@@ -163,6 +165,18 @@ def test_confidence_threshold_needs_a_confidence_head() -> None:
     decoder = SpeculativeDecoder(ToyTarget(torch.zeros(8, 8)), DrafterProposer(drafter, 0.5))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no confidence head"):
         decoder.generate([0], 5)
+
+
+@pytest.mark.parametrize(("threshold", "kept"), [(0.7, 0), (0.6, 1), (0.29, 2), (0.28, 2), (0.26, 3)])
+def test_a_block_ends_where_the_product_of_confidences_falls_below_the_threshold(threshold: float, kept: int) -> None:
+    """A slot counts only if all before it are kept: 0.6, 0.6 * 0.5, 0.6 * 0.5 * 0.9."""
+    confidence = torch.tensor([0.6, 0.5, 0.9])
+    drafter = Mock(conventions=Mock(gamma=3, target_layer_ids=()))
+    drafter.propose.return_value = Proposal(torch.tensor([4, 5, 6]), torch.eye(8)[4:7], confidence)
+    proposal = DrafterProposer(drafter, threshold).propose(1, 3, _greedy())
+    assert proposal is not None
+    assert proposal.tokens.tolist() == [4, 5, 6][:kept]
+    assert proposal.probabilities.shape == (kept, 8)
 
 
 def test_the_seed_fixes_the_output() -> None:
