@@ -2,8 +2,10 @@
 
 Three comparisons on the same material. *Weights*: each comes back within half a step of its number format.
 *Distributions*: both drafters read the same test conversations and are told the same previous tokens, and the total
-variation between what they say about each slot is taken; it bounds how much the acceptance of a slot can change.
-*Accepted length*: both really decode the same prompts, greedily. A package that strays too far is refused.
+variation between what they say about each slot is taken; it bounds how much the acceptance of a slot can change, and
+the accepted length that whole blocks promise is known to a fraction of a percent. *Accepted length*: both really decode
+the same prompts, greedily; a dozen prompts know it to a few percent only, so there the whole interval must lie beyond
+what is let through. A package that strays too far is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from deepspec.contracts import Sample
 from deepspec.errors import DeepSpecError
 from deepspec.evaluation.acceptance import expected_length
 from deepspec.evaluation.estimator import ForcedSampler, total_variation
+from deepspec.evaluation.statistics import Interval, bootstrap_difference, ratio_of_sums, resample
 from deepspec.export.quantise import Profile, layer_linears, rounding_problems
 from deepspec.export.states import StateWatch
 from deepspec.inference.decoder import DecodingTarget, SpeculativeDecoder
@@ -36,6 +39,7 @@ MEAN_TV_LIMIT: dict[Profile, float] = {"bf16": 0.02, "fp16": 0.005, "fp16_int8":
 fp16_int8. One copied from the target's layers and not trained at all shows 0.017, 0.0014 and 0.068: its INT8 package is
 refused. Weights are compared one by one besides."""
 
+RESAMPLES = 2000
 ANCHORS_PER_SAMPLE = 8
 MAX_SAMPLE_TOKENS = 512
 """Longer samples are cut: the target's logits of a whole sample are held at once."""
@@ -76,11 +80,14 @@ class Lengths:
     after: float
     rounds_before: int
     rounds_after: int
+    change: Interval
+    """after - before, paired by prompt."""
 
     @property
-    def loss(self) -> float:
+    def loss(self) -> Interval:
         """Share of the accepted length that was lost; negative is a gain."""
-        return 1 - self.after / self.before
+        value, low, high = (-bound / self.before for bound in (self.change.value, self.change.high, self.change.low))
+        return Interval(value, low, high)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,8 @@ def verify(
         distributions = compare_distributions(before, after, target, material.samples or texts)
     int8 = layer_linears(before) if profile == "fp16_int8" else ()
     problems = rounding_problems(before.state_dict(), after.state_dict(), profile, int8)
-    problems += [*_distribution_problems(distributions, profile), *_length_problems(lengths, max_length_change)]
+    problems += _distribution_problems(distributions, profile)
+    problems += _length_problems(distributions, lengths, max_length_change)
     if profile != "bf16":
         problems += states.overflows(torch.float16)
     return Verification(profile, distributions, lengths, dict(states.largest), tuple(problems))
@@ -160,20 +168,31 @@ def compare_lengths(
     before: Drafter, after: Drafter, target: DecodingTarget, material: Material
 ) -> tuple[Lengths, list[Sample]]:
     """Decode the prompts greedily with both drafters; return the texts too."""
-    found, texts = [], []
+    found: list[tuple[list[float], list[float]]] = []  # committed tokens and rounds of each prompt
+    texts = []
     for name, drafter in (("trained drafter", before), ("package", after)):
         decoder = SpeculativeDecoder(target, DrafterProposer(drafter))
-        rounds = []
+        committed, rounds = [], []
         for prompt in progress(material.prompts, len(material.prompts), f"decoding with the {name}"):
             generation = decoder.generate(prompt, material.max_new_tokens, stop_ids=material.stop_ids)
-            rounds += generation.rounds
+            whole = [float(r.committed) for r in generation.rounds if not r.censored]
+            committed.append(sum(whole))
+            rounds.append(float(len(whole)))
             texts.append(_as_sample(prompt, generation.tokens))
-        whole = [r.committed for r in rounds if not r.censored]
-        if not whole:
+        if not sum(rounds):
             raise VerificationError("every decoded text ended in its first round: give more prompts in data.test")
-        found.append((sum(whole) / len(whole), len(whole)))
-    (length_before, rounds_before), (length_after, rounds_after) = found
-    return Lengths(len(material.prompts), length_before, length_after, rounds_before, rounds_after), texts
+        found.append((committed, rounds))
+    trained, packaged = found
+    change = bootstrap_difference(packaged, trained, resample(len(material.prompts), RESAMPLES, seed=0))
+    lengths = Lengths(
+        prompts=len(material.prompts),
+        before=ratio_of_sums(*trained),
+        after=ratio_of_sums(*packaged),
+        rounds_before=int(sum(trained[1])),
+        rounds_after=int(sum(packaged[1])),
+        change=change,
+    )
+    return lengths, texts
 
 
 def anchors_of(sample: Sample, count: int = ANCHORS_PER_SAMPLE) -> list[int]:
@@ -191,6 +210,7 @@ def verification_rows(verification: Verification) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     if lengths is not None:
         rows.append(_change(f"accepted length, greedy, {lengths.prompts} prompts", lengths.before, lengths.after))
+        rows.append(("its change, 95 % interval", "", "", f"{-lengths.loss.high:+.2%} .. {-lengths.loss.low:+.2%}"))
         rows.append(("rounds", str(lengths.rounds_before), str(lengths.rounds_after), ""))
     if not math.isnan(said.expected_before):
         rows.append(_change("expected length, temperature 1", said.expected_before, said.expected_after))
@@ -239,10 +259,17 @@ def _distribution_problems(found: Distributions, profile: Profile) -> list[str]:
     ]
 
 
-def _length_problems(lengths: Lengths | None, limit: float) -> list[str]:
-    if lengths is None or lengths.loss <= limit:
-        return []
-    return [
-        f"its accepted length is {lengths.after:.3f} after {lengths.before:.3f}, a loss of {lengths.loss:.2%}; "
-        f"export.max_length_change={limit} lets {limit:.2%} through"
-    ]
+def _length_problems(found: Distributions, lengths: Lengths | None, limit: float) -> list[str]:
+    through, problems = f"export.max_length_change={limit} lets {limit:.2%} through", []
+    promised = 1 - found.expected_after / found.expected_before
+    if promised > limit:  # NaN without a whole block
+        problems.append(
+            f"the accepted length that it promises at temperature 1 is {found.expected_after:.3f} after "
+            f"{found.expected_before:.3f}, a loss of {promised:.2%}; {through}"
+        )
+    if lengths is not None and lengths.loss.low > limit:
+        problems.append(
+            f"its accepted length is {lengths.after:.3f} after {lengths.before:.3f}, a loss of "
+            f"{lengths.loss.low:.2%} .. {lengths.loss.high:.2%} (95 %); {through}"
+        )
+    return problems

@@ -11,13 +11,23 @@ import torch
 
 from deepspec.contracts import Sample
 from deepspec.errors import ConfigError, PackageError
+from deepspec.evaluation.statistics import Interval
 from deepspec.export import quantise
 from deepspec.export.card import Origin
 from deepspec.export.package import staged
 from deepspec.export.quantise import Profile
 from deepspec.export.run import Exported, export_package
 from deepspec.export.states import StateWatch
-from deepspec.export.verify import MEAN_TV_LIMIT, Material, VerificationError, anchors_of, compare_distributions
+from deepspec.export.verify import (
+    MEAN_TV_LIMIT,
+    Distributions,
+    Lengths,
+    Material,
+    VerificationError,
+    _length_problems,
+    anchors_of,
+    compare_distributions,
+)
 from deepspec.inference.package import load_package
 from deepspec.targets.target import StepFeatures, Target
 from tests.unit.export.tiny import make_drafter, make_samples, make_target
@@ -85,6 +95,21 @@ def test_a_lost_accepted_length_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match=r"accepted length is .*export\.max_length_change=-2\.0"):
         export(tmp_path / "package", max_length_change=-2.0)
     assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize(
+    ("expected", "change", "said"),
+    [
+        (1.59, Interval(-0.03, -0.08, 0.02), ""),  # a dozen prompts can lose 2 % by chance
+        (1.59, Interval(-0.05, -0.08, -0.02), r"accepted length is 1.450 after 1.500, a loss of 1.33% .. 5.33%"),
+        (1.58, Interval(-0.03, -0.08, 0.02), r"promises at temperature 1 is 1.580 after 1.600, a loss of 1.25%"),
+        (math.nan, Interval(-0.03, -0.08, 0.02), ""),
+    ],
+)
+def test_a_loss_counts_where_it_is_known(expected: float, change: Interval, said: str) -> None:
+    promised = Distributions(100, 0.01, 0.1, 0.99, 1.6 if expected == expected else math.nan, expected)
+    problems = _length_problems(promised, Lengths(12, 1.5, 1.45, 400, 410, change), 0.01)
+    assert [said in problem for problem in problems] == [True] * bool(said)
 
 
 def test_a_failure_keeps_the_older_package(tmp_path: Path) -> None:
