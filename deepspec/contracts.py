@@ -81,6 +81,8 @@ class Features:
 
     hidden: Tensor  # [B, T, C*D], layers concatenated in the order of target_layer_ids
     last_hidden: Tensor  # [B, T, D], after the final norm: head(last_hidden) are the target's logits
+    log_sum: Tensor | None = None  # [B, T] fp32, log sum exp of those logits where the next token is supervised, else 0
+    top: Tensor | None = None  # [B, T] int64, the likeliest token there; both or neither are known
 
 
 class Ratio(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -112,8 +112,16 @@ def draft_loss(
         soft=terms.soft,
         l1=terms.l1,
         mode=loss_mode(drafter, states),
+        **_known_sums(drafter, features),
     )
     return block_loss(states, task) if bias is None else block_loss(states, task, *bias)
+
+
+def _known_sums(drafter: Drafter, features: Features) -> dict[str, Any]:
+    """Return what the target's whole vocabulary says, where it is known and a reduced draft vocabulary can use it."""
+    if drafter.vocabulary is None or features.log_sum is None or features.top is None:
+        return {}
+    return {"target_log_sum": features.log_sum.flatten(), "target_top": features.top.flatten()}
 
 
 def loss_mode(drafter: Drafter, states: Tensor) -> LossMode:

@@ -15,7 +15,7 @@ formed once for each distinct position and no two chunks share one.
 A reduced draft vocabulary has Vd of the target's V tokens. p is the target's softmax over all V, of which the Vd are
 taken; q is the draft's over the Vd. The L1 distance then also counts p's mass outside, which q does not change; S sums
 over the Vd; a row whose label lies outside has no cross-entropy, and counts in the denominators all the same. Whole
-rows of V exist for the target alone, once for each position of a chunk.
+rows of V exist for the target alone, once for each position of a chunk; none where the sums over V are known.
 
 Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
 the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of
@@ -75,6 +75,8 @@ class RowTask:
     chunk_rows: int | None = None  # None: as many as fit CHUNK_BYTES
     vocabulary: DraftVocabulary | None = None  # None: the draft's vocabulary is the target's
     soft: float = 0.0
+    target_log_sum: Tensor | None = None  # [U] log sum exp of the target's logits over V, if known
+    target_top: Tensor | None = None  # [U] its likeliest token; known with the sum
 
     @property
     def draft_head(self) -> FrozenHead:
@@ -82,9 +84,19 @@ class RowTask:
         return self.head if self.vocabulary is None else self.vocabulary.head
 
     @property
+    def needs_whole_rows(self) -> bool:
+        """Whether the target's logits are formed over V although the draft's are over fewer tokens."""
+        return self.vocabulary is not None and self.target_log_sum is None
+
+    @property
+    def judge_head(self) -> FrozenHead:
+        """The head of the target's logits as far as they are formed."""
+        return self.head if self.needs_whole_rows else self.draft_head
+
+    @property
     def row_elements(self) -> int:
         """Most elements of the buffers for one row of a chunk."""
-        whole = 0 if self.vocabulary is None else WHOLE_BUFFERS * self.head.vocab_size
+        whole = WHOLE_BUFFERS * self.head.vocab_size if self.needs_whole_rows else 0
         return (BUFFERS + (self.soft != 0)) * self.draft_head.vocab_size + whole
 
 
@@ -145,6 +157,8 @@ class _Scan:
         if self.vocabulary is not None:
             index = self.vocabulary.index[self.labels]
             self.labels, self.sayable = index.clamp(min=0), (index >= 0).to(self.wide)
+        self.log_sum = None if task.target_log_sum is None else task.target_log_sum[positions].to(self.wide)
+        self.target_top = None if task.target_top is None else task.target_top[positions]
         self.weights = task.weights[order].to(self.wide)
         self.source = (hidden, markov, w2)
         self.markov = None if markov is None else markov.detach()[order].to(self.wide)
@@ -156,7 +170,7 @@ class _Scan:
         shape = (max((stop - start for start, stop, _, _ in self.chunks), default=0), self.head.vocab_size)
         count = BUFFERS + (self.task.soft != 0)
         self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(count)]
-        if self.vocabulary is not None:
+        if self.task.needs_whole_rows:
             shape = (max((last - first for _, _, first, last in self.chunks), default=0), self.task.head.vocab_size)
             self.whole = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(WHOLE_BUFFERS)]
         sums = [torch.zeros(rows, device=device, dtype=self.wide) for _ in range(4)]
@@ -171,9 +185,9 @@ class _Scan:
         """Score rows ``start:stop``, which are judged by target positions ``first:last``."""
         rows, judge = slice(start, stop), self.judge[start:stop] - first  # [n]
         x, y, z = (buffer[: stop - start] for buffer in self.buffers[:BUFFERS])
-        target_logits = (x if self.vocabulary is None else self.whole[0])[: last - first]  # [u, V]
+        target_logits = (self.whole[0] if self.task.needs_whole_rows else x)[: last - first]  # [u, V or Vd]
         slope = self._logits(rows, slice(first, last), judge, z, target_logits)
-        p, target_top, outside = self._target(target_logits, y[: last - first])
+        p, target_top, outside = self._target(target_logits, slice(first, last), y[: last - first])
         top, label_logit = z.amax(-1), z.gather(1, self.labels[rows, None]).squeeze(1)
         self.agreement[rows] = self._agrees(z, top, target_top[judge])
         q = torch.softmax(z, -1, out=x)
@@ -195,14 +209,17 @@ class _Scan:
         chosen = torch.index_select(p, 0, judge, out=self.buffers[BUFFERS][: len(z)])
         return chosen.mul_(z).sum(-1)
 
-    def _target(self, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Fill ``p`` [u, Vd] from the target's ``logits`` [u, V].
+    def _target(self, logits: Tensor, targets: slice, p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Fill ``p`` [u, Vd] from the target's ``logits`` [u, V], or [u, Vd] where the sums over V are known.
 
         Returns p, the draft id of its most likely token [u] (negative where it has none), and its mass outside [u].
         """
         if self.vocabulary is None:
             torch.softmax(logits, -1, out=p)
             return p, p.argmax(-1), None
+        if self.log_sum is not None and self.target_top is not None:
+            torch.exp(logits.sub_(self.log_sum[targets, None]), out=p)
+            return p, self.vocabulary.index[self.target_top[targets]], (1.0 - p.sum(-1)).clamp(min=0.0)
         whole = torch.softmax(logits, -1, out=self.whole[1][: len(logits)])
         torch.index_select(whole, 1, self.vocabulary.ids, out=p)
         outside = (whole.sum(-1) - p.sum(-1)).clamp(min=0.0)
@@ -218,16 +235,18 @@ class _Scan:
 
         Returns the slope of the head's soft-cap at z [n, Vd] when it has one.
         """
-        head = self.head
-        project(self.target_hidden[targets], self.task.head.weight, target_logits)
+        head, judges = self.head, self.task.judge_head
+        project(self.target_hidden[targets], judges.weight, target_logits)
         if self.task.mode == "exact":
             project(self.hidden[rows], head.weight, z)
         else:
             difference = self.hidden[rows].to(self.wide) - self.target_hidden[targets].to(self.wide)[judge]
             project(difference, head.weight, z, in_weight_precision=True)
-            common = target_logits if self.vocabulary is None else target_logits.index_select(1, self.vocabulary.ids)
+            common = target_logits
+            if self.vocabulary is not None and self.task.needs_whole_rows:
+                common = target_logits.index_select(1, self.vocabulary.ids)
             z.add_(common[judge])
-        _finish(target_logits, self.task.head, with_slope=False)
+        _finish(target_logits, judges, with_slope=False)
         slope = _finish(z, head, with_slope=self.with_grad)
         if self.markov is not None and self.w2 is not None:
             z.addmm_(self.markov[rows], self.w2.t())

@@ -58,6 +58,18 @@ def test_value_and_gradient_in_fp64(head: str, markov: bool, mode: str) -> None:
     same(case.run(mode=mode), want, 1e-12)
 
 
+@pytest.mark.parametrize("mode", ["exact", "common_mode"])
+@pytest.mark.parametrize("head", list(HEADS))
+def test_known_sums_change_nothing(head: str, mode: str) -> None:
+    case = reduced(head)
+    logits = case.task.head.logits(case.task.target_hidden)
+    known: dict[str, Any] = {"target_log_sum": logits.logsumexp(-1), "target_top": logits.argmax(-1)}
+    task = replace(case.task, soft=0.3, mode=mode, **known)
+    assert not task.needs_whole_rows
+    case.task = replace(case.task, soft=0.3)
+    same(case.run(mode=mode, **known), obvious(case), 1e-11)
+
+
 def test_the_soft_cross_entropy() -> None:
     case = reduced("all")
     case.task = replace(case.task, soft=0.7)
