@@ -35,7 +35,7 @@ format: setup  ## apply the formatter and the safe fixes of the linter
 	ruff format .
 
 test: setup  ## the tests, a few minutes on two cores
-	python -m pytest -m "not slow"
+	python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-full: setup  ## every test, in parts; a second call goes on after the last part that passed
 	launch/test_full.sh

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-BlockLayout = Literal["anchor_first", "fill_in"]
+BlockLayout = Literal["anchor_first", "fill_in", "autoregressive"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class Features:
 
     hidden: Tensor  # [B, T, C*D], layers concatenated in the order of target_layer_ids
     last_hidden: Tensor  # [B, T, D], after the final norm: head(last_hidden) are the target's logits
+    log_sum: Tensor | None = None  # [B, T] fp32, log sum exp of those logits where the next token is supervised, else 0
+    top: Tensor | None = None  # [B, T] int64, the likeliest token there; both or neither are known
 
 
 class Ratio(NamedTuple):
@@ -114,6 +116,19 @@ class TokenSampler(Protocol):
         With ``ids`` [Vd] both are about these tokens alone: [Vd] logits give a token out of ``ids``, and [Vd].
         """
         ...
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The next t positions of a text that are decided, and what the target says about them."""
+
+    tokens: Sequence[int]  # t
+    hidden: Tensor  # [t, C*D], as Features.hidden
+    last_hidden: Tensor  # [t, D], as Features.last_hidden
+
+    def part(self, start: int, stop: int) -> Committed:
+        """Return the positions ``start:stop`` of these."""
+        return Committed(self.tokens[start:stop], self.hidden[start:stop], self.last_hidden[start:stop])
 
 
 @dataclass(frozen=True)
@@ -158,3 +173,13 @@ class Conventions:
     mask_token_id: int
     sliding_window: int | None
     is_causal: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """Input rows of a block: K, or K+1 where the anchor's row predicts nothing."""
+        return self.gamma + self.silent_rows
+
+    @property
+    def silent_rows(self) -> int:
+        """Rows at the head of a block that predict nothing."""
+        return 1 if self.block_layout == "fill_in" else 0

@@ -40,7 +40,7 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     from deepspec.engine.build import build_trainer
     from deepspec.engine.inputs import read_inputs
     from deepspec.engine.start import choose_vocabulary, start_weights
-    from deepspec.features.online import FeatureSource, OnlineFeatures, RememberedFeatures
+    from deepspec.features.online import online_features
     from deepspec.targets.load import layer_ids, load_target
 
     target = load_target(cfg.target, ranks.device)
@@ -51,9 +51,7 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     drafter.bind(target.head)
     inputs = read_inputs(cfg, target, ranks)
     choose_vocabulary(cfg, drafter, target.info, inputs)
-    features: FeatureSource = OnlineFeatures(target, taps)
-    if cfg.features.memory_gib > 0:
-        features = RememberedFeatures(features, int(cfg.features.memory_gib * 2**30))
+    features = online_features(target, taps, cfg.features.memory_gib, reduced=drafter.vocabulary is not None)
     trainer = build_trainer(
         cfg,
         run=run,

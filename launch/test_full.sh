@@ -25,7 +25,7 @@ part() { # part NAME PYTEST_ARGUMENTS...
   fi
 }
 
-part fast -m "not slow"
+part fast -n 2 --dist loadfile -m "not slow"
 for folder in tests/unit/*/ tests/*/; do
   [ "$folder" = tests/unit/ ] && continue
   [ -n "$(find "$folder" -name 'test_*.py' -print -quit)" ] || continue

@@ -1,4 +1,4 @@
-"""Settings of every test: offline, two threads at most, seeded."""
+"""Settings of every test: offline, two threads at most (one for each of several workers), seeded."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ os.environ |= {
 for _name in ("DEEPSPEC_RUN_ID", "DEEPSPEC_RUNS", "DEEPSPEC_CACHE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(_name, None)
 
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
+if THREADS == 1:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the commands that tests start
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
@@ -24,7 +28,7 @@ def seeded() -> None:
     random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
-        torch.set_num_threads(min(2, os.cpu_count() or 1))
+        torch.set_num_threads(THREADS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,12 +6,13 @@ trains the module through ``forward``; the decoder drives it through ``start``, 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from deepspec.errors import ConfigError
+from deepspec.errors import ConfigError, DeepSpecError
 from deepspec.log import get_logger
 from deepspec.nn.vocabulary import DraftVocabulary, id_problems, offsets, target_ids
 
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from deepspec.contracts import Batch, Conventions, Features, LossOutput, Proposal, TargetInfo, TokenSampler
+    from deepspec.contracts import (
+        Batch,
+        Committed,
+        Conventions,
+        Features,
+        LossOutput,
+        Proposal,
+        TargetInfo,
+        TokenSampler,
+    )
     from deepspec.nn.head import FrozenHead
 
 log = get_logger(__name__)
@@ -30,6 +40,15 @@ LossPrecision = Literal["auto", "exact", "common_mode"]
 
 NOT_CHOSEN = -1
 """Every entry of ``d2t`` before the tokens are chosen; an offset is never negative."""
+
+
+def require_finite(logits: Tensor) -> None:
+    """Refuse logits that are not finite: sampling from them gives token ids that do not exist."""
+    if not math.isfinite(float(logits.sum())):
+        raise DeepSpecError(
+            "the drafter's logits are not finite (a state overflowed, or the weights are damaged): "
+            "load target and drafter in bf16 or fp32, and check the package"
+        )
 
 
 class DrafterConfig(Protocol):
@@ -170,8 +189,8 @@ class Drafter(nn.Module):
         """Return an empty decoding state for one sequence of at most ``max_length`` positions."""
         raise NotImplementedError
 
-    def extend(self, state: Any, hidden: Tensor) -> None:
-        """Append the target's features [t, C*D] of the next t committed positions to the state."""
+    def extend(self, state: Any, committed: Committed) -> None:
+        """Append the next t committed positions to the state."""
         raise NotImplementedError
 
     def propose(self, state: Any, anchor: int, num_tokens: int, sampler: TokenSampler) -> Proposal:

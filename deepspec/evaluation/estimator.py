@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepspec.contracts import Committed
 from deepspec.evaluation.acceptance import expected_length
 
 if TYPE_CHECKING:
@@ -66,10 +67,11 @@ def expected_lengths(
     text = [*prompt_ids, *answer]
     cache = target.new_cache(len(text))
     stepped = target.step(torch.tensor([text], device=target.device), cache, drafter.conventions.target_layer_ids)
+    read = Committed(text, stepped.hidden, stepped.last_hidden)
     state, known, lengths = drafter.start(len(text) + gamma), 0, []
     starts = [len(prompt_ids) + a for a in anchors]
     for position in (p for p in starts if p + gamma < len(text)):
-        drafter.extend(state, stepped.hidden[known:position])
+        drafter.extend(state, read.part(known, position))
         known = position
         forced = ForcedSampler(text[position + 1 :], temperature)
         q = drafter.propose(state, text[position], gamma, forced).probabilities  # [K, V]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 class _Step:
     logits: Tensor  # [n, V]
     hidden: Tensor  # [t, 0]
+    last_hidden: Tensor  # [t, 0]
 
 
 class ReplayTarget:
@@ -54,7 +55,8 @@ class ReplayTarget:
         following = self._text[cache[0] - count + 1 : cache[0] + 1]
         tokens = torch.tensor(following + [0] * (count - len(following)))
         logits = torch.zeros(count, self._vocab_size).scatter_(1, tokens.unsqueeze(1), 1.0)
-        return _Step(logits, torch.empty(input_ids.shape[1], 0))
+        nothing = torch.empty(input_ids.shape[1], 0)
+        return _Step(logits, nothing, nothing)
 
     def crop(self, cache: list[int], length: int) -> None:
         """Forget what lies behind ``length``."""

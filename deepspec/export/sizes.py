@@ -16,6 +16,7 @@ LINEARS = "linears of the layers"
 PARTS = {
     "norms": "norm",
     "fusion (fc)": "fc.",
+    "projection (eh_proj)": "eh_proj.",
     "Markov head": "markov_head.",
     "confidence head": "confidence_head.",
     "draft vocabulary": "d2t",

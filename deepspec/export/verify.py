@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspec.contracts import Sample
+from deepspec.contracts import Committed, Sample
 from deepspec.errors import DeepSpecError
 from deepspec.evaluation.acceptance import expected_length
 from deepspec.evaluation.estimator import ForcedSampler, total_variation
@@ -233,9 +233,10 @@ def _slots(drafter: Drafter, target: DecodingTarget, sample: Sample) -> Iterator
     ids = sample.input_ids[:MAX_SAMPLE_TOKENS]
     tokens = torch.tensor([ids], device=target.device)
     stepped = target.step(tokens, target.new_cache(len(ids)), drafter.conventions.target_layer_ids)
+    text = Committed(ids, stepped.hidden, stepped.last_hidden)
     state, read = drafter.start(len(ids)), 0
     for anchor in anchors_of(sample):
-        drafter.extend(state, stepped.hidden[read:anchor])  # [t, C*D]
+        drafter.extend(state, text.part(read, anchor))
         read = anchor
         count = _supervised(sample, anchor, drafter.conventions.gamma)
         forced = ForcedSampler(ids[anchor + 1 :], temperature=1.0)

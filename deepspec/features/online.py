@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.contracts import Batch
+    from deepspec.nn.head import FrozenHead
     from deepspec.targets.target import Target
+
+
+SUMMED_ROWS = 256
+_PARTS = ("hidden", "last_hidden", "log_sum", "top")
 
 
 class FeatureSource(Protocol):
@@ -40,6 +45,33 @@ class OnlineFeatures:
         return self.target.features(batch, self.layer_ids)
 
 
+class SummedFeatures:
+    """Features with the sum over the target's whole vocabulary of each position that judges a slot.
+
+    A reduced draft vocabulary needs no more of the rest of it, so that a sample which is visited again costs the
+    product with the whole head once.
+    """
+
+    def __init__(self, source: FeatureSource, head: FrozenHead) -> None:
+        self._source, self._head = source, head
+
+    def __call__(self, batch: Batch) -> Features:
+        """Return the features of ``batch`` with their sums."""
+        features = self._source(batch)
+        judges = functional.pad(batch.loss_mask[:, 1:], (0, 1))  # [B, T] those whose next token is supervised
+        states = features.last_hidden[judges]
+        sums = torch.zeros(judges.shape, device=judges.device)
+        top = torch.zeros(judges.shape, device=judges.device, dtype=torch.int64)
+        if len(states):
+            parts = [self._sum(rows) for rows in states.split(SUMMED_ROWS)]
+            sums[judges], top[judges] = (torch.cat(column) for column in zip(*parts, strict=True))
+        return replace(features, log_sum=sums, top=top)
+
+    def _sum(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self._head.logits(states).float()
+        return logits.logsumexp(-1), logits.argmax(-1)
+
+
 class RememberedFeatures:
     """Features of samples that stay in memory for the epochs that follow, as long as there is room.
 
@@ -59,10 +91,8 @@ class RememberedFeatures:
         """
         rows = [self._row(sample, batch, index) for index, sample in enumerate(_names(batch))]
         width = batch.input_ids.shape[1]
-        return Features(
-            hidden=_stack([row.hidden for row in rows], width),
-            last_hidden=_stack([row.last_hidden for row in rows], width),
-        )
+        parts = {name: [getattr(row, name) for row in rows] for name in _PARTS}
+        return Features(**{name: _stack(part, width) for name, part in parts.items() if part[0] is not None})
 
     def _row(self, sample: str, batch: Batch, index: int) -> Features:
         """Return the features of one row, [1, t, ...] for its t tokens."""
@@ -72,7 +102,8 @@ class RememberedFeatures:
         if known is not None and features is not None and known.equal(tokens):
             return features
         features = self._source(_one_row(batch, index, length))
-        size = sum(x.numel() * x.element_size() for x in (features.hidden, features.last_hidden))
+        parts = [getattr(features, name) for name in _PARTS]
+        size = sum(x.numel() * x.element_size() for x in parts if x is not None)
         if sample not in self._kept and size <= self._room:
             self._room -= size
             self._kept[sample] = (tokens, features)
@@ -99,5 +130,20 @@ def _one_row(batch: Batch, index: int, length: int) -> Batch:
 
 
 def _stack(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Join rows [1, t, D] of different lengths to [B, width, D]."""
-    return torch.cat([functional.pad(row, (0, 0, 0, width - row.shape[1])) for row in rows])
+    """Join rows [1, t, ...] of different lengths to [B, width, ...]."""
+    joined = rows[0].new_zeros(len(rows), width, *rows[0].shape[2:])
+    for place, row in zip(joined, rows, strict=True):
+        place[: row.shape[1]] = row[0]
+    return joined
+
+
+def online_features(target: Target, layer_ids: Sequence[int], memory_gib: float, *, reduced: bool) -> FeatureSource:
+    """Return the features of a run: from the target, and remembered in ``memory_gib`` where that is not 0.
+
+    ``reduced`` says that the drafter proposes some of the target's tokens only.
+    """
+    source: FeatureSource = OnlineFeatures(target, layer_ids)
+    if memory_gib > 0:
+        source = SummedFeatures(source, target.head) if reduced else source
+        source = RememberedFeatures(source, int(memory_gib * 2**30))
+    return source

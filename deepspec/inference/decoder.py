@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from deepspec.contracts import Committed
 from deepspec.errors import UserError
 from deepspec.inference.accept import verify_greedy, verify_sampled
 from deepspec.inference.sampling import Sampler, SamplerSettings
@@ -38,6 +39,11 @@ class Stepped(Protocol):
     @property
     def hidden(self) -> Tensor:
         """[t, C*D], the outputs of the layers asked for."""
+        ...
+
+    @property
+    def last_hidden(self) -> Tensor:
+        """[t, D], the states after the final norm."""
         ...
 
 
@@ -189,7 +195,7 @@ class SpeculativeDecoder:
         text.commit([int(sampler(stepped.logits[-1])[0])])
         if not text.finished:
             self.proposer.start(max_length)
-            self.proposer.extend(prompt_ids, stepped.hidden)
+            self.proposer.extend(_committed(prompt_ids, stepped))
         return text
 
     def _step(self, tokens: list[int], cache: Any, num_logits: int | None = None) -> Stepped:
@@ -214,7 +220,13 @@ class SpeculativeDecoder:
         text.length += 1 + accepted
         if accepted < len(drafts):
             self.target.crop(text.cache, text.length)
-        self.proposer.extend([anchor, *drafts[:accepted]], stepped.hidden[: 1 + accepted])
+        self.proposer.extend(_committed([anchor, *drafts[:accepted]], stepped))
+
+
+def _committed(tokens: Sequence[int], stepped: Stepped) -> Committed:
+    """Return the first tokens of a step, which are decided, with what the target says about them."""
+    count = len(tokens)
+    return Committed(tokens, stepped.hidden[:count], stepped.last_hidden[:count])
 
 
 def _verify(drafts: list[int], proposal: Proposal | None, logits: Tensor, sampler: Sampler) -> tuple[int, int]:

@@ -39,9 +39,11 @@ MEANINGS = {
     "-1 is the output of the embedding",
     "block_layout": "anchor_first: the inputs are the anchor and gamma-1 masks at positions a .. a+gamma-1, slot "
     "j = 0 .. gamma-1 predicts the token at a+1+j. fill_in: the inputs are the anchor and gamma masks at a .. a+gamma, "
-    "slot j = 1 .. gamma predicts the token at a+j",
+    "slot j = 1 .. gamma predicts the token at a+j. autoregressive: the row of position t joins the target's features "
+    "of t with the token at t+1 and predicts the token at t+2; the first slot of a block is the row of a-1, and each "
+    "further row takes the state that came out of the row before and the token just drafted",
     "context": "a block reads the target's features of positions before its anchor; attention inside the block is "
-    "bidirectional",
+    "bidirectional, or causal where is_causal says so",
     "positions": "every token keeps its own position in the sequence; context keys are turned at their own positions",
     "sliding_window": "null sees the whole context; w: a query at position p sees context positions >= p-(w-1) and the "
     "whole of its block",
@@ -84,7 +86,7 @@ class PackageConfig:
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
     sliding_window: int | None
-    is_causal: Literal[False]
+    is_causal: bool
     rope_parameters: Mapping[str, object]
     max_position_embeddings: int
     vocab_size: int
@@ -118,7 +120,6 @@ def make_config(
     quantised: tuple[str, ...] = (),
 ) -> PackageConfig:
     """Build the config of a native package from what the drafter and its target say."""
-    block_size = conventions.gamma + (conventions.block_layout == "fill_in")
     values: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -126,8 +127,8 @@ def make_config(
         "profile": profile,
         "dtype": "bfloat16" if profile == "bf16" else "float16",
         **asdict(conventions),
-        "anchor_predicts": conventions.block_layout == "anchor_first",
-        "block_size": block_size,
+        "anchor_predicts": conventions.silent_rows == 0,
+        "block_size": conventions.block_size,
         "rope_parameters": dict(target.rope_parameters),
         "max_position_embeddings": target.max_position_embeddings,
         "vocab_size": target.vocab_size,
@@ -204,8 +205,7 @@ def _meaning_problems(config: PackageConfig) -> list[str]:
 
 def _block_problems(config: PackageConfig) -> list[str]:
     problems = []
-    first = config.block_layout == "anchor_first"
-    size = config.gamma + (not first)
+    first, size = config.conventions.silent_rows == 0, config.conventions.block_size
     if config.gamma < 1:
         problems.append(f"gamma={config.gamma} must be at least 1")
     if config.anchor_predicts != first:
@@ -214,6 +214,8 @@ def _block_problems(config: PackageConfig) -> list[str]:
         problems.append(
             f"block_size={config.block_size} must be {size} for gamma={config.gamma}, {config.block_layout}"
         )
+    if config.is_causal != (config.block_layout == "autoregressive"):
+        problems.append(f"is_causal={config.is_causal} contradicts block_layout={config.block_layout!r}")
     if config.sliding_window is not None and config.sliding_window < 2:
         problems.append(f"sliding_window={config.sliding_window} must be null or at least 2")
     if not 0 <= config.mask_token_id < config.vocab_size:

@@ -13,10 +13,7 @@ from deepspec.contracts import Proposal
 from deepspec.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
+    from deepspec.contracts import Committed
     from deepspec.drafters.base import Drafter
     from deepspec.inference.sampling import Sampler
 
@@ -33,8 +30,8 @@ class Proposer(Protocol):
         """Forget the last sequence; the next one has at most ``max_length`` positions."""
         ...
 
-    def extend(self, tokens: Sequence[int], hidden: Tensor) -> None:
-        """Take in the next t positions of the text: their tokens and the target's features [t, C*D]."""
+    def extend(self, committed: Committed) -> None:
+        """Take in the next t positions of the text."""
         ...
 
     def propose(self, anchor: int, num_tokens: int, sampler: Sampler) -> Proposal | None:
@@ -51,7 +48,7 @@ class PlainProposer:
     def start(self, max_length: int) -> None:  # noqa: ARG002 - the protocol's signature
         """Do nothing."""
 
-    def extend(self, tokens: Sequence[int], hidden: Tensor) -> None:
+    def extend(self, committed: Committed) -> None:
         """Do nothing."""
 
     def propose(self, anchor: int, num_tokens: int, sampler: Sampler) -> Proposal | None:  # noqa: ARG002
@@ -80,9 +77,9 @@ class PromptLookupProposer:
         self._text = []
         self._ends = {}
 
-    def extend(self, tokens: Sequence[int], hidden: Tensor) -> None:  # noqa: ARG002 - the protocol's signature
+    def extend(self, committed: Committed) -> None:
         """Take in the tokens, and note where the n-grams that end in them go on."""
-        for token in tokens:
+        for token in committed.tokens:
             self._text.append(token)
             for size in range(1, min(self._max_ngram, len(self._text)) + 1):
                 self._ends[tuple(self._text[-size:])] = len(self._text)
@@ -124,9 +121,9 @@ class DrafterProposer:
         """Begin a new sequence."""
         self._state = self._drafter.start(max_length)
 
-    def extend(self, tokens: Sequence[int], hidden: Tensor) -> None:  # noqa: ARG002 - the protocol's signature
-        """Hand the features of the next committed positions to the drafter."""
-        self._drafter.extend(self._state, hidden)
+    def extend(self, committed: Committed) -> None:
+        """Hand the next committed positions to the drafter."""
+        self._drafter.extend(self._state, committed)
 
     def propose(self, anchor: int, num_tokens: int, sampler: Sampler) -> Proposal | None:
         """Draft a block, and end it early where the drafter is not confident."""

@@ -1,20 +1,21 @@
-"""Cross-entropy, L1 distance and acceptance of many draft rows, value and gradient in one pass over chunks of rows.
+"""Cross-entropies, L1 distance and acceptance of many draft rows, value and gradient in one pass over chunks of rows.
 
 The head is frozen, so the gradient with respect to the draft states needs nothing from later: it is formed while a
 chunk's logits are at hand, and nothing of size [R, V] outlives its chunk. The loss must be one scalar for that,
-``sum_r w_r (ce * CE_r + l1 * L1_r)``: its terms share their denominator, which the caller divides by afterwards.
+``sum_r w_r (ce * CE_r + soft * S_r + l1 * L1_r)``: its terms share their denominator, which the caller divides by
+afterwards. S is the cross-entropy against the target's distribution, KL(p || q) plus p's own entropy.
 
 With q = softmax(z), p the target's distribution, y the label and s = sign(q - p):
 
-    d CE / dz = q - onehot(y)          d L1 / dz = q * (s - <q, s>)
+    d CE / dz = q - onehot(y)     d S / dz = q <p, 1> - p     d L1 / dz = q * (s - <q, s>)
 
 Rows that overlap in time ask for the same target position. Rows are sorted by it, so that the target's logits are
 formed once for each distinct position and no two chunks share one.
 
 A reduced draft vocabulary has Vd of the target's V tokens. p is the target's softmax over all V, of which the Vd are
-taken; q is the draft's over the Vd. The L1 distance then also counts p's mass outside, which q does not change; a row
-whose label lies outside has no cross-entropy, and counts in the denominators all the same. Whole rows of V exist for
-the target alone, once for each position of a chunk.
+taken; q is the draft's over the Vd. The L1 distance then also counts p's mass outside, which q does not change; S sums
+over the Vd; a row whose label lies outside has no cross-entropy, and counts in the denominators all the same. Whole
+rows of V exist for the target alone, once for each position of a chunk; none where the sums over V are known.
 
 Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
 the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of
@@ -47,8 +48,9 @@ at 64, since the head's weights are read once a chunk; the passes over the logit
 class BlockLoss(NamedTuple):
     """What the pass over R rows returns; only ``total`` carries a gradient."""
 
-    total: Tensor  # 0-d, sum_r w_r (ce * CE_r + l1 * L1_r)
+    total: Tensor  # 0-d, sum_r w_r (ce * CE_r + soft * S_r + l1 * L1_r)
     ce: Tensor  # [R] nats
+    soft: Tensor  # [R] nats, zeros unless it has a weight
     l1: Tensor  # [R]
     agreement: Tensor  # [R] 1.0 where the target's most likely token is the draft's too
 
@@ -72,6 +74,9 @@ class RowTask:
     mode: LossMode = "exact"
     chunk_rows: int | None = None  # None: as many as fit CHUNK_BYTES
     vocabulary: DraftVocabulary | None = None  # None: the draft's vocabulary is the target's
+    soft: float = 0.0
+    target_log_sum: Tensor | None = None  # [U] log sum exp of the target's logits over V, if known
+    target_top: Tensor | None = None  # [U] its likeliest token; known with the sum
 
     @property
     def draft_head(self) -> FrozenHead:
@@ -79,10 +84,20 @@ class RowTask:
         return self.head if self.vocabulary is None else self.vocabulary.head
 
     @property
+    def needs_whole_rows(self) -> bool:
+        """Whether the target's logits are formed over V although the draft's are over fewer tokens."""
+        return self.vocabulary is not None and self.target_log_sum is None
+
+    @property
+    def judge_head(self) -> FrozenHead:
+        """The head of the target's logits as far as they are formed."""
+        return self.head if self.needs_whole_rows else self.draft_head
+
+    @property
     def row_elements(self) -> int:
         """Most elements of the buffers for one row of a chunk."""
-        whole = 0 if self.vocabulary is None else WHOLE_BUFFERS * self.head.vocab_size
-        return BUFFERS * self.draft_head.vocab_size + whole
+        whole = WHOLE_BUFFERS * self.head.vocab_size if self.needs_whole_rows else 0
+        return (BUFFERS + (self.soft != 0)) * self.draft_head.vocab_size + whole
 
 
 def block_loss(hidden: Tensor, task: RowTask, markov: Tensor | None = None, w2: Tensor | None = None) -> BlockLoss:
@@ -99,16 +114,16 @@ class _FusedRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, markov: Tensor | None, w2: Tensor | None, task: RowTask, grad_enabled: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         wanted = grad_enabled and any(ctx.needs_input_grad)
         scan = _Scan(hidden, markov, w2, task, with_grad=wanted)
         for start, stop, first, last in scan.chunks:
             scan.run(start, stop, first, last)
-        ce, l1, agreement = (values[scan.inverse] for values in (scan.ce, scan.l1, scan.agreement))
+        ce, soft, l1, agreement = (v[scan.inverse] for v in (scan.ce, scan.soft, scan.l1, scan.agreement))
         ctx.gradients = scan.gradients() if wanted else (None, None, None)
-        ctx.mark_non_differentiable(ce, l1, agreement)
-        total = (task.weights.to(ce.dtype) * (task.ce * ce + task.l1 * l1)).sum()
-        return total, ce, l1, agreement
+        ctx.mark_non_differentiable(ce, soft, l1, agreement)
+        total = (task.weights.to(ce.dtype) * (task.ce * ce + task.soft * soft + task.l1 * l1)).sum()
+        return total, ce, soft, l1, agreement
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,6 +157,8 @@ class _Scan:
         if self.vocabulary is not None:
             index = self.vocabulary.index[self.labels]
             self.labels, self.sayable = index.clamp(min=0), (index >= 0).to(self.wide)
+        self.log_sum = None if task.target_log_sum is None else task.target_log_sum[positions].to(self.wide)
+        self.target_top = None if task.target_top is None else task.target_top[positions]
         self.weights = task.weights[order].to(self.wide)
         self.source = (hidden, markov, w2)
         self.markov = None if markov is None else markov.detach()[order].to(self.wide)
@@ -151,11 +168,13 @@ class _Scan:
     def _allocate(self) -> None:
         device, rows = self.hidden.device, self.hidden.shape[0]
         shape = (max((stop - start for start, stop, _, _ in self.chunks), default=0), self.head.vocab_size)
-        self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(BUFFERS)]
-        if self.vocabulary is not None:
+        count = BUFFERS + (self.task.soft != 0)
+        self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(count)]
+        if self.task.needs_whole_rows:
             shape = (max((last - first for _, _, first, last in self.chunks), default=0), self.task.head.vocab_size)
             self.whole = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(WHOLE_BUFFERS)]
-        self.ce, self.l1, self.agreement = (torch.zeros(rows, device=device, dtype=self.wide) for _ in range(3))
+        sums = [torch.zeros(rows, device=device, dtype=self.wide) for _ in range(4)]
+        self.ce, self.soft, self.l1, self.agreement = sums
         if not self.with_grad:
             return
         self.grad_hidden = torch.zeros(self.hidden.shape, device=device, dtype=self.wide)
@@ -165,31 +184,42 @@ class _Scan:
     def run(self, start: int, stop: int, first: int, last: int) -> None:
         """Score rows ``start:stop``, which are judged by target positions ``first:last``."""
         rows, judge = slice(start, stop), self.judge[start:stop] - first  # [n]
-        x, y, z = (buffer[: stop - start] for buffer in self.buffers)
-        target_logits = (x if self.vocabulary is None else self.whole[0])[: last - first]  # [u, V]
+        x, y, z = (buffer[: stop - start] for buffer in self.buffers[:BUFFERS])
+        target_logits = (self.whole[0] if self.task.needs_whole_rows else x)[: last - first]  # [u, V or Vd]
         slope = self._logits(rows, slice(first, last), judge, z, target_logits)
-        p, target_top, outside = self._target(target_logits, y[: last - first])
+        p, target_top, outside = self._target(target_logits, slice(first, last), y[: last - first])
         top, label_logit = z.amax(-1), z.gather(1, self.labels[rows, None]).squeeze(1)
         self.agreement[rows] = self._agrees(z, top, target_top[judge])
         q = torch.softmax(z, -1, out=x)
-        self.ce[rows] = top - q.amax(-1).log() - label_logit  # log sum exp z = max z - log max q
-        self.ce[rows] *= self.sayable[rows]
+        log_sum = top - q.amax(-1).log()  # log sum exp z = max z - log max q
+        self.ce[rows] = (log_sum - label_logit) * self.sayable[rows]
+        excess = None if outside is None else -outside[judge, None]  # <p, 1> - 1
+        if self.task.soft:
+            self.soft[rows] = log_sum * (1.0 if excess is None else 1.0 + excess[:, 0]) - self._expected(p, judge, z)
         d = torch.index_select(p, 0, judge, out=z)
         d.sub_(q)  # p - q
         self.l1[rows] = torch.abs(d, out=y).sum(-1)  # a sum is pairwise; a vector norm would lose digits over a large V
         if outside is not None:
             self.l1[rows] += outside[judge]
         if self.with_grad:
-            self._gradient(rows, q, torch.mul(q, d.sign_(), out=y), slope)
+            self._gradient(rows, q, torch.sign(d, out=y).mul_(q), d, excess, slope)
 
-    def _target(self, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Fill ``p`` [u, Vd] from the target's ``logits`` [u, V].
+    def _expected(self, p: Tensor, judge: Tensor, z: Tensor) -> Tensor:
+        """Return <p, z> [n] over the draft's vocabulary."""
+        chosen = torch.index_select(p, 0, judge, out=self.buffers[BUFFERS][: len(z)])
+        return chosen.mul_(z).sum(-1)
+
+    def _target(self, logits: Tensor, targets: slice, p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Fill ``p`` [u, Vd] from the target's ``logits`` [u, V], or [u, Vd] where the sums over V are known.
 
         Returns p, the draft id of its most likely token [u] (negative where it has none), and its mass outside [u].
         """
         if self.vocabulary is None:
             torch.softmax(logits, -1, out=p)
             return p, p.argmax(-1), None
+        if self.log_sum is not None and self.target_top is not None:
+            torch.exp(logits.sub_(self.log_sum[targets, None]), out=p)
+            return p, self.vocabulary.index[self.target_top[targets]], (1.0 - p.sum(-1)).clamp(min=0.0)
         whole = torch.softmax(logits, -1, out=self.whole[1][: len(logits)])
         torch.index_select(whole, 1, self.vocabulary.ids, out=p)
         outside = (whole.sum(-1) - p.sum(-1)).clamp(min=0.0)
@@ -205,27 +235,39 @@ class _Scan:
 
         Returns the slope of the head's soft-cap at z [n, Vd] when it has one.
         """
-        head = self.head
-        project(self.target_hidden[targets], self.task.head.weight, target_logits)
+        head, judges = self.head, self.task.judge_head
+        project(self.target_hidden[targets], judges.weight, target_logits)
         if self.task.mode == "exact":
             project(self.hidden[rows], head.weight, z)
         else:
             difference = self.hidden[rows].to(self.wide) - self.target_hidden[targets].to(self.wide)[judge]
             project(difference, head.weight, z, in_weight_precision=True)
-            common = target_logits if self.vocabulary is None else target_logits.index_select(1, self.vocabulary.ids)
+            common = target_logits
+            if self.vocabulary is not None and self.task.needs_whole_rows:
+                common = target_logits.index_select(1, self.vocabulary.ids)
             z.add_(common[judge])
-        _finish(target_logits, self.task.head, with_slope=False)
+        _finish(target_logits, judges, with_slope=False)
         slope = _finish(z, head, with_slope=self.with_grad)
         if self.markov is not None and self.w2 is not None:
             z.addmm_(self.markov[rows], self.w2.t())
         return slope
 
-    def _gradient(self, rows: slice, q: Tensor, grad: Tensor, slope: Tensor | None) -> None:
-        """Turn ``grad`` = q * sign(p - q) [n, Vd] into d loss / dz and push it through head and Markov matrix."""
+    def _gradient(
+        self, rows: slice, q: Tensor, grad: Tensor, difference: Tensor, excess: Tensor | None, slope: Tensor | None
+    ) -> None:
+        """Turn ``grad`` = q * sign(p - q) [n, Vd] into d loss / dz and push it through head and Markov matrix.
+
+        ``difference`` is p - q; ``excess`` [n, 1] is <p, 1> - 1 where that is not zero.
+        """
         task, head, weights = self.task, self.head, self.weights[rows, None]
         ce = task.ce * self.sayable[rows, None]
         mean = grad.sum(-1, keepdim=True)  # <q, sign(p - q)>
-        grad.mul_(-task.l1 * weights).add_(q.mul_(weights * (ce + task.l1 * mean)))
+        share = ce + task.l1 * mean
+        grad.mul_(-task.l1 * weights)
+        if task.soft:
+            share = share if excess is None else share + task.soft * excess
+            grad.sub_(difference.mul_(task.soft * weights))
+        grad.add_(q.mul_(weights * share))
         grad.scatter_add_(1, self.labels[rows, None], -ce * weights)
         if self.markov is not None and self.w2 is not None:
             torch.mm(grad, self.w2, out=self.grad_markov[rows])

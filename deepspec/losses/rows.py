@@ -21,6 +21,11 @@ def cross_entropy(draft_logits: Tensor, labels: Tensor) -> Tensor:
     return -log_q.gather(-1, labels[..., None]).squeeze(-1)
 
 
+def soft_cross_entropy(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Return -sum p log q in nats: KL(p || q) plus the entropy of p."""
+    return -(_wide(target_logits).softmax(-1) * _wide(draft_logits).log_softmax(-1)).sum(-1)
+
+
 def l1_distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Return ||q - p||_1, from 0 to 2."""
     return (_wide(draft_logits).softmax(-1) - _wide(target_logits).softmax(-1)).abs().sum(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from deepspec.nn.rope import rotate
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from deepspec.contracts import TargetInfo
     from deepspec.nn.attention import AttentionBackend
 
 Rotation = tuple["Tensor", "Tensor"]  # (cos, sin), broadcastable to [B, heads, n, Dr]
@@ -32,20 +33,35 @@ class BlockShape:
     head_dim: int
     rms_norm_eps: float
 
+    @classmethod
+    def like(cls, target: TargetInfo, intermediate_size: int | None = None) -> BlockShape:
+        """Return the target's own widths, but for those of the MLP where they are given."""
+        return cls(
+            hidden_size=target.hidden_size,
+            intermediate_size=intermediate_size or target.intermediate_size,
+            num_heads=target.num_attention_heads,
+            num_kv_heads=target.num_key_value_heads,
+            head_dim=target.head_dim,
+            rms_norm_eps=target.rms_norm_eps,
+        )
+
 
 class ContextAttention(nn.Module):
-    """Grouped attention of block slots over ``[context ; block]``, with RMSNorm on the heads of queries and keys."""
+    """Grouped attention of block slots over ``[context ; block]``, with RMSNorm on the heads of queries and keys.
 
-    def __init__(self, shape: BlockShape) -> None:
+    ``input_width`` is that of the states it reads, where it is not the layer's own; without ``head_norms`` queries and
+    keys stay as they are.
+    """
+
+    def __init__(self, shape: BlockShape, *, input_width: int | None = None, head_norms: bool = True) -> None:
         super().__init__()
-        width, head_dim = shape.hidden_size, shape.head_dim
+        width, head_dim = input_width or shape.hidden_size, shape.head_dim
         self.head_dim = head_dim
         self.q_proj = nn.Linear(width, shape.num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(width, shape.num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(width, shape.num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * head_dim, width, bias=False)
-        self.q_norm = RMSNorm(head_dim, eps=shape.rms_norm_eps)
-        self.k_norm = RMSNorm(head_dim, eps=shape.rms_norm_eps)
+        self.o_proj = nn.Linear(shape.num_heads * head_dim, shape.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (_head_norm(shape, wanted=head_norms) for _ in range(2))
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Map ``x`` [B, n, D] (normed context features or normed block states) to keys and values [B, Hkv, n, Dh]."""
@@ -93,6 +109,11 @@ class ContextAttention(nn.Module):
     ) -> Tensor:
         """Attend and project back to [B, n, D]."""
         return self.o_proj(_joined(attend(queries, keys, values, mask, backend=backend)))
+
+
+def _head_norm(shape: BlockShape, *, wanted: bool) -> RMSNorm:
+    """Return the norm of heads, or in its place what leaves them as they are."""
+    return RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if wanted else cast("RMSNorm", nn.Identity())
 
 
 def _joined(heads: Tensor) -> Tensor:

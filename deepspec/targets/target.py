@@ -31,10 +31,11 @@ SELF_CHECK_TOLERANCE = 2e-3  # relative to the largest logit; a forgotten scale 
 
 @dataclass(frozen=True)
 class StepFeatures:
-    """What one decoding step gives for its last n tokens (logits) and all its t tokens (hidden)."""
+    """What one decoding step gives for its last n tokens (logits) and all its t tokens (the states)."""
 
     logits: Tensor  # [n, V] fp32
     hidden: Tensor  # [t, C*D]
+    last_hidden: Tensor  # [t, D], after the final norm
 
 
 class Target:
@@ -105,7 +106,7 @@ class Target:
             last_hidden = self.forward_cached(input_ids, cache)  # [1, t, D]
         wanted = last_hidden[0] if num_logits is None else last_hidden[0, last_hidden.shape[1] - num_logits :]
         hidden = _join(taps, layer_ids)[0] if layer_ids else last_hidden.new_empty(last_hidden.shape[1], 0)
-        return StepFeatures(logits=self.head.logits(wanted).float(), hidden=hidden)
+        return StepFeatures(self.head.logits(wanted).float(), hidden, last_hidden[0])
 
     def crop(self, cache: TargetCache, length: int) -> None:
         """Keep the first ``length`` positions of the cache."""

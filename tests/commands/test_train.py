@@ -302,3 +302,30 @@ def test_a_requeued_job_goes_on_whatever_its_command_says(tmp_path: Path, restar
     command = [sys.executable, "-m", "deepspec.train", "--cfg", "job", *words]
     config = subprocess.run(command, cwd=ROOT, env=environment(), timeout=120, check=True, capture_output=True)
     assert f"  resume: {resume}\n" in config.stdout.decode()
+
+
+OTHER_DRAFTERS = {
+    "quickstart_dflash": (
+        "drafter.num_layers=1",
+        "drafter.gamma=3",
+        "drafter.init=random",
+        "drafter.draft_vocab_size=20",
+    ),
+    "quickstart_eagle3": ("drafter.ttt_length=3", "drafter.draft_vocab_size=20"),
+    "quickstart_mtp": ("drafter.draft_vocab_size=null",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", list(OTHER_DRAFTERS))
+def test_every_drafter_trains_decodes_and_exports(folder: Path, arguments: list[str], recipe: str) -> None:
+    run = folder / recipe
+    common = [a for a in arguments if not a.startswith(("drafter.", "recipe=", "paths.run="))]
+    assert train([f"recipe={recipe}", *common, f"paths.run={run}"], *OTHER_DRAFTERS[recipe], "train.max_steps=3") == 0
+    few = (f"run={run}", f"data.test={folder / 'validation.jsonl'}")
+    short = ("evaluate.max_new_tokens=6", "evaluate.timing_prompts=1", "evaluate.timing_new_tokens=6")
+    for command, extra in (("evaluate", short), ("export", ("export.verify_prompts=1", "export.profile=bf16"))):
+        launcher = (sys.executable, "-m", f"deepspec.{command}")
+        assert train([*few, *extra], launcher=launcher) == 0
+    found = json.loads((run / "evaluation" / "report.json").read_text())
+    assert not found["scores"]["lossless"]["differing"]

@@ -19,7 +19,7 @@ import deepspec.drafters
 from deepspec.contracts import Batch, Features
 from deepspec.drafters.files import load_drafter, save_drafter
 from deepspec.nn.head import FrozenHead
-from tests.unit.drafters.small import VOCAB, Forced, drafter, greedy, row
+from tests.unit.drafters.small import VOCAB, Forced, dflash, drafter, eagle3, greedy, known, mtp, row
 
 
 def dspark(**over: Any) -> Any:
@@ -35,6 +35,18 @@ CASES: dict[str, Callable[[], Any]] = {
     "dspark without a confidence head": partial(dspark, confidence_head=False),
     "dspark with a sliding window": partial(dspark, sliding_window=4),
     "dspark with a draft vocabulary": partial(dspark, draft_vocab_size=40),
+    "dspark with a gated head": partial(dspark, markov_head="gated"),
+    "dspark with a recurrent head": partial(dspark, markov_head="rnn"),
+    "dspark whose confidence does not see the Markov head": partial(dspark, confidence_with_markov=False),
+    "dflash": dflash,
+    "dflash with a sliding window": partial(dflash, sliding_window=4),
+    "dflash that fills in": partial(dflash, block_layout="fill_in"),
+    "dflash that fills in, with a sliding window": partial(dflash, block_layout="fill_in", sliding_window=4),
+    "eagle3": eagle3,
+    "eagle3 with head norms": partial(eagle3, qk_norm=True),
+    "eagle3 with two layers and a sliding window": partial(eagle3, num_layers=2, sliding_window=6),
+    "mtp": mtp,
+    "mtp with two layers and a sliding window": partial(mtp, num_layers=2, sliding_window=4),
 }
 
 
@@ -68,7 +80,7 @@ def test_shapes(model: Any) -> None:
     assert not any(part.requires_grad for ratio in output.metrics.values() for part in ratio)
     assert [part.shape for part in output.metrics["acceptance"]] == [(gamma,), (gamma,)]
     state = model.start(40)
-    model.extend(state, features.hidden[0, :7])
+    model.extend(state, known(batch, features, 0, 7))
     for asked in (1, gamma):
         found = model.propose(state, 11, asked, greedy)
         assert (found.tokens.shape, found.tokens.dtype) == ((asked,), torch.int64)
@@ -88,8 +100,8 @@ def test_the_training_forward_predicts_what_is_proposed(model: Any) -> None:
     for anchor in anchors:
         tokens = batch.input_ids[0, anchor:].tolist()
         state = model.start(anchor)
-        model.extend(state, features.hidden[0, : anchor // 2])
-        model.extend(state, features.hidden[0, anchor // 2 : anchor])
+        model.extend(state, known(batch, features, 0, anchor // 2))
+        model.extend(state, known(batch, features, anchor // 2, anchor))
         q = model.propose(state, tokens[0], gamma, Forced(tokens[1:])).probabilities
         p = model.head.logits(features.last_hidden[0, anchor : anchor + gamma]).softmax(-1)
         expected += torch.minimum(p, q).sum(-1)
@@ -106,9 +118,9 @@ def test_a_slot_does_not_look_into_the_future(model: Any) -> None:
         after = accepted(model, replace(batch, input_ids=ids), Features(hidden, last))
         torch.testing.assert_close(after[: slot + 1], before[: slot + 1])
     torch.testing.assert_close(accepted(model, *at([20, 22])), before + accepted(model, *at([22])))
-    hidden = features.hidden.clone()
-    hidden[:, 19] = 0.5
-    assert (accepted(model, batch, replace(features, hidden=hidden)) - before).abs().max() > 1e-3, "no context is seen"
+    hidden, last = features.hidden.clone(), features.last_hidden.clone()
+    hidden[:, 19], last[:, 19] = 0.5, 0.5
+    assert (accepted(model, batch, Features(hidden, last)) - before).abs().max() > 1e-3, "no context is seen"
 
 
 def test_what_comes_after_the_block_does_not_change_the_loss(model: Any) -> None:
@@ -144,17 +156,18 @@ def test_a_batch_without_a_slot_gives_zero_sums_and_zero_gradients(model: Any) -
 
 
 def test_proposing_leaves_the_state_as_it_was(model: Any) -> None:
-    hidden = at([3])[1].hidden[0]
+    batch, features = at([3])
     used, fresh = model.start(20), model.start(20)
-    model.extend(used, hidden[:7])
-    whole, part = model.propose(used, 11, 5, greedy), model.propose(used, 11, 2, greedy)
-    assert part.tokens.equal(whole.tokens[:2]), "fewer tokens are the first of the block"
-    torch.testing.assert_close(part.probabilities, whole.probabilities[:2])
+    model.extend(used, known(batch, features, 0, 7))
+    gamma, fewer = model.conventions.gamma, min(2, model.conventions.gamma)
+    whole, part = model.propose(used, 11, gamma, greedy), model.propose(used, 11, fewer, greedy)
+    assert part.tokens.equal(whole.tokens[:fewer]), "fewer tokens are the first of the block"
+    torch.testing.assert_close(part.probabilities, whole.probabilities[:fewer])
     if whole.confidence is not None:
-        torch.testing.assert_close(part.confidence, whole.confidence[:2])
-    model.extend(used, hidden[7:9])
-    model.extend(fresh, hidden[:9])
-    again, other = (model.propose(state, 12, 5, greedy) for state in (used, fresh))
+        torch.testing.assert_close(part.confidence, whole.confidence[:fewer])
+    model.extend(used, known(batch, features, 7, 9))
+    model.extend(fresh, known(batch, features, 0, 9))
+    again, other = (model.propose(state, 12, gamma, greedy) for state in (used, fresh))
     torch.testing.assert_close(again.probabilities, other.probabilities)
 
 
@@ -170,6 +183,6 @@ def test_a_saved_drafter_comes_back_the_same(model: Any, tmp_path: Path) -> None
     proposals = []
     for each in (model, loaded):
         state = each.start(20)
-        each.extend(state, features.hidden[0, :9])
-        proposals.append(each.propose(state, 11, 5, greedy).probabilities)
+        each.extend(state, known(batch, features, 0, 9))
+        proposals.append(each.propose(state, 11, model.conventions.gamma, greedy).probabilities)
     assert proposals[0].equal(proposals[1])

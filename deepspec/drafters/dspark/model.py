@@ -1,175 +1,110 @@
-"""DSpark: a parallel block drafter whose tokens depend on each other through a small Markov head.
+"""DSpark: a parallel block drafter whose tokens depend on each other through a small sequential head.
 
-A block at anchor position a takes the anchor's token and K-1 mask tokens at positions a .. a+K-1; slot j predicts the
-token at a+1+j. The target's features of positions < a enter every layer as keys and values; inside the block attention
-is bidirectional. Tensor names are the published ones, which serving stacks load.
+The backbone is DFlash's, anchor-first. Tensor names are the published ones, which serving stacks load.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from deepspec.contracts import Conventions
-from deepspec.drafters.base import Drafter
-from deepspec.drafters.dspark import objective, propose
-from deepspec.drafters.dspark.fit import fit_first_layer
-from deepspec.drafters.dspark.heads import ConfidenceHead, MarkovHead
-from deepspec.drafters.dspark.initialise import initialise_from
-from deepspec.nn.block import BlockShape, DrafterLayer
-from deepspec.nn.masks import block_mask, block_positions
-from deepspec.nn.norm import RMSNorm
-from deepspec.nn.rope import RotaryEmbedding
+from deepspec.contracts import LossOutput, Ratio
+from deepspec.drafters import objective
+from deepspec.drafters.dflash.model import DFlashDrafter
+from deepspec.drafters.dspark.fit import fit_markov
+from deepspec.drafters.dspark.heads import MARKOV_HEADS, BlockBias, ConfidenceHead, MarkovHead
+from deepspec.losses.rows import binary_cross_entropy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from deepspec.contracts import Batch, Features, LossOutput, Proposal, TargetInfo, TokenSampler
+    from deepspec.contracts import Batch, Features, TargetInfo
+    from deepspec.drafters.dflash.propose import TokenBias
     from deepspec.drafters.dspark.config import DSparkConfig
-    from deepspec.drafters.dspark.propose import DecodingState
-    from deepspec.nn.attention import AttentionBackend
-    from deepspec.nn.block import Rotation
-
-INITIAL_STD = 0.02
+    from deepspec.drafters.objective import Rows
+    from deepspec.losses.fused import BlockLoss
 
 
-class BlockArguments(NamedTuple):
-    """What a layer reads, apart from its weights."""
+class DSparkDrafter(DFlashDrafter):
+    """The backbone with a Markov and a confidence head."""
 
-    x: Tensor  # [B, A*K, D] the states of the slots
-    context: Tensor  # [B, T, D]
-    rotation: Rotation  # of the slots
-    context_rotation: Rotation
-    mask: Tensor | None  # [B, 1, A*K, T + A*K]
-
-
-class DSparkDrafter(Drafter):
-    """The drafter's backbone with its Markov and confidence heads."""
-
-    attention_backend: AttentionBackend = "sdpa"
+    config: DSparkConfig
 
     def __init__(
         self, *, config: DSparkConfig, target: TargetInfo, target_layer_ids: tuple[int, ...], mask_token_id: int
     ) -> None:
-        super().__init__()
-        self.config, self.target = config, target
-        self.conventions = Conventions(
-            block_layout="anchor_first",
-            gamma=config.gamma,
-            target_layer_ids=tuple(target_layer_ids),
-            mask_token_id=mask_token_id,
-            sliding_window=config.sliding_window,
-        )
-        self.coefficients = objective.coefficients(config)
-        if config.draft_vocab_size is not None:
-            self.reduce_vocabulary(config.draft_vocab_size, target.vocab_size)
-        shape = block_shape(config, target)
-        width = shape.hidden_size
-        self.fc = nn.Linear(len(target_layer_ids) * width, width, bias=False)
-        self.hidden_norm = RMSNorm(width, eps=shape.rms_norm_eps)
-        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(config.num_layers))
-        self.norm = RMSNorm(width, eps=shape.rms_norm_eps)
-        drafted = config.draft_vocab_size or target.vocab_size
-        self.markov_head = MarkovHead(target.vocab_size, drafted, config.markov_rank) if config.uses_markov else None
-        seen = config.markov_rank if config.confidence_sees_markov else 0
-        self.confidence_head = ConfidenceHead(width, seen) if config.confidence_head else None
-        self.rope = RotaryEmbedding(
-            target.rope_parameters, head_dim=shape.head_dim, max_position=target.max_position_embeddings
-        )
-        self._reset()
-
-    @torch.no_grad()
-    def _reset(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(std=INITIAL_STD)
-        if self.markov_head is not None:
+        super().__init__(config=config, target=target, target_layer_ids=target_layer_ids, mask_token_id=mask_token_id)
+        width, rank = target.hidden_size, config.markov_rank
+        self.markov_head: MarkovHead | None = None
+        self.confidence_head: ConfidenceHead | None = None
+        if config.uses_markov:
+            drafted = config.draft_vocab_size or target.vocab_size
+            self.markov_head = MARKOV_HEADS[config.markov_head](target.vocab_size, drafted, rank, width)
             self.markov_head.reset()
-        if self.confidence_head is not None:
+        if config.confidence_head:
+            self.coefficients = {**self.coefficients, "confidence": config.confidence}
+            self.confidence_head = ConfidenceHead(width, rank if config.confidence_sees_markov else 0)
             self.confidence_head.reset()
-
-    @property
-    def decoder_layers(self) -> list[DrafterLayer]:
-        """The layers, typed."""
-        return cast("list[DrafterLayer]", list(self.layers))
-
-    def initialise_from(self, target_model: nn.Module) -> list[str]:
-        """Copy what fits from the target's own layers; return a line for each part that was taken."""
-        return initialise_from(self, target_model, first=1 if self.config.init == "fitted" else 0)
 
     def fit(self, examples: Sequence[tuple[Batch, Features]]) -> list[str]:
         """Fit the first layer and the Markov head by least squares; return a line for each part."""
-        return fit_first_layer(self, examples)
-
-    def denominators(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the weight (0-d fp32) of each loss term, from the batch alone."""
-        return objective.denominators(self.config, batch)
+        lines = super().fit(examples)
+        if self.markov_head is None:
+            return lines
+        if self.config.markov_head != "vanilla":
+            return [*lines, f"the {self.config.markov_head} head is not fitted"]
+        return [*lines, fit_markov(self, self.markov_head, examples)]
 
     def forward(self, batch: Batch, features: Features) -> LossOutput:
         """Return the weighted sums of the loss terms and the detached metrics of a micro-batch."""
-        return objective.score(self, batch, features, self.block_states(batch, features.hidden))
+        rows = self.supervised_rows(batch)
+        hidden = self.block_states(batch, features.hidden)  # [B, A, K, D]
+        states = hidden.flatten(0, 2)[rows.index]  # [R, D]
+        embeddings = None if self.markov_head is None else self.markov_head.markov_w1(rows.previous)  # [R, r]
+        loss = self._draft_loss(rows, states, embeddings, features, hidden, batch)
+        sums, metrics = {"draft": loss.total}, objective.draft_metrics(rows, loss)
+        if self.confidence_head is not None:
+            seen = embeddings if self.config.confidence_sees_markov else None
+            logits = self.confidence_head(states, seen).float()  # [R]
+            sums["confidence"] = (rows.weight * binary_cross_entropy(logits, loss.acceptance)).sum()
+            error = (logits.detach().sigmoid() - loss.acceptance).abs()
+            metrics["confidence"] = Ratio(sums["confidence"].detach(), rows.weight.sum())
+            metrics["confidence_error"] = Ratio(error.sum(), rows.mask.sum().float())
+        return LossOutput(sums=sums, metrics=metrics)
 
-    def context(self, hidden: Tensor) -> Tensor:
-        """Map the target's features [..., C*D] to what every layer reads as keys and values, [..., D]."""
-        return self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
+    def token_bias(self, states: Tensor) -> TokenBias | None:
+        """Return the Markov head's bias along one block, of ``states`` [k, D]."""
+        return None if self.markov_head is None else BlockBias(self.markov_head, states)
 
-    def block_inputs(self, anchors: Tensor) -> Tensor:
-        """Embed blocks for anchor tokens [...] as [..., K, D]: the anchor, then masks."""
-        mask = torch.full_like(anchors, self.conventions.mask_token_id)
-        ids = torch.stack((anchors, *[mask] * (self.conventions.gamma - 1)), dim=-1)
-        return self.head.embed(ids).to(self.norm.weight.dtype)
+    def confidence(self, states: Tensor, bias: TokenBias | None) -> Tensor | None:
+        """Return the chance [k] that each drafted token is accepted, or None without a confidence head."""
+        if self.confidence_head is None:
+            return None
+        seen = isinstance(bias, BlockBias) and self.config.confidence_sees_markov
+        embeddings = torch.stack(bias.embeddings) if seen and isinstance(bias, BlockBias) else None
+        return self.confidence_head(states, embeddings).float().sigmoid()
 
-    def block_arguments(self, batch: Batch, hidden: Tensor) -> BlockArguments:
-        """Return what the first layer reads, the blocks of all anchors side by side."""
-        return self.arguments_around(batch, self.context(hidden))
-
-    def slot_inputs(self, batch: Batch) -> Tensor:
-        """Embed the slots of all anchors side by side, [B, A*K, D]."""
-        return self.block_inputs(batch.input_ids.gather(1, batch.anchor_indices)).flatten(1, 2)
-
-    def arguments_around(self, batch: Batch, context: Tensor) -> BlockArguments:
-        """Return what the first layer reads, for a context [B, T, D] that is known already."""
-        gamma, x = self.conventions.gamma, self.slot_inputs(batch)
-        slots = block_positions(batch, gamma).flatten(1)[:, None]  # [B, 1, A*K]
-        return BlockArguments(
-            x=x,
-            context=context,
-            rotation=self.rope(slots, x.dtype),
-            context_rotation=self.rope(batch.position_ids[:, None], x.dtype),
-            mask=block_mask(batch, gamma, self.conventions.sliding_window),
+    def _draft_loss(
+        self,
+        rows: Rows,
+        states: Tensor,
+        embeddings: Tensor | None,
+        features: Features,
+        hidden: Tensor,
+        batch: Batch,
+    ) -> BlockLoss:
+        head, terms = self.markov_head, self.config.terms
+        if head is None or embeddings is None:
+            return objective.draft_loss(self, terms, rows, states, features)
+        if head.recurrent:  # whole blocks, since a slot depends on all before it
+            tokens = batch.input_ids.gather(1, objective.slot_indices(batch, self.config.gamma).flatten(1))
+            blocks = head.markov_w1(tokens).view(*hidden.shape[:3], -1)
+            biased = head(hidden, blocks).flatten(0, 2)[rows.index]
+        else:
+            biased = head(states, embeddings)
+        return head.markov_w2(
+            lambda w2: objective.draft_loss(self, terms, rows, states, features, objective.LogitBias(biased, w2))
         )
-
-    def block_states(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Run the blocks of all anchors side by side; return final-normed states [B, A, K, D]."""
-        arguments = self.block_arguments(batch, hidden)
-        for layer in self.layers:
-            arguments = arguments._replace(x=layer(*arguments, self.attention_backend))
-        return self.norm(arguments.x).unflatten(1, (-1, self.conventions.gamma))
-
-    def start(self, max_length: int) -> DecodingState:
-        """Return an empty decoding state for one sequence of at most ``max_length`` positions."""
-        return propose.start(self, max_length)
-
-    def extend(self, state: DecodingState, hidden: Tensor) -> None:
-        """Append the target's features [t, C*D] of the next t committed positions to the state."""
-        propose.extend(self, state, hidden)
-
-    def propose(self, state: DecodingState, anchor: int, num_tokens: int, sampler: TokenSampler) -> Proposal:
-        """Draft ``num_tokens <= gamma`` tokens after ``anchor``, which sits right behind the state's positions."""
-        return propose.propose(self, state, anchor, num_tokens, sampler)
-
-
-def block_shape(config: DSparkConfig, target: TargetInfo) -> BlockShape:
-    """Return the widths of the drafter's layers: the target's own, except for the MLP where the config says so."""
-    return BlockShape(
-        hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size or target.intermediate_size,
-        num_heads=target.num_attention_heads,
-        num_kv_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-    )

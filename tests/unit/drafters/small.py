@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspec.contracts import Batch, Features, TargetInfo
+from deepspec.contracts import Batch, Committed, Features, TargetInfo
+from deepspec.drafters.dflash.config import DFlashConfig
 from deepspec.drafters.dspark.config import DSparkConfig
-from deepspec.drafters.dspark.model import DSparkDrafter
+from deepspec.drafters.eagle3.config import Eagle3Config
+from deepspec.drafters.mtp.config import MTPConfig
 from deepspec.nn.head import FrozenHead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from deepspec.drafters.dflash.model import DFlashDrafter
+    from deepspec.drafters.dspark.model import DSparkDrafter
+    from deepspec.drafters.eagle3.model import Eagle3Drafter
+    from deepspec.drafters.mtp.model import MTPDrafter
 
 VOCAB, WIDTH, TAPS = 97, 32, (0, 2, 4)
 
@@ -36,10 +43,33 @@ def target_info(**over: Any) -> TargetInfo:
 
 
 def drafter(seed: int = 0, std: float = 0.3, info: TargetInfo | None = None, **over: Any) -> DSparkDrafter:
-    """Return a bound drafter whose every weight is random, the Markov and confidence heads too."""
+    """Return a bound DSpark drafter whose every weight is random, the Markov and confidence heads too."""
     values: dict[str, Any] = {"num_layers": 2, "gamma": 5, "markov_rank": 8}
     info = info or target_info()
-    made = DSparkConfig(**values | over).build(info, TAPS, VOCAB - 1)
+    return random_weights(DSparkConfig(**values | over).build(info, TAPS, VOCAB - 1), info, seed, std)
+
+
+def dflash(seed: int = 0, std: float = 0.3, info: TargetInfo | None = None, **over: Any) -> DFlashDrafter:
+    """Return a bound DFlash drafter with random weights."""
+    values: dict[str, Any] = {"num_layers": 2, "gamma": 5}
+    info = info or target_info()
+    return random_weights(DFlashConfig(**values | over).build(info, TAPS, VOCAB - 1), info, seed, std)
+
+
+def eagle3(seed: int = 0, std: float = 0.3, info: TargetInfo | None = None, **over: Any) -> Eagle3Drafter:
+    """Return a bound Eagle3 drafter with random weights."""
+    info = info or target_info()
+    return random_weights(Eagle3Config(**{"ttt_length": 5} | over).build(info, TAPS, VOCAB - 1), info, seed, std)
+
+
+def mtp(seed: int = 0, std: float = 0.3, info: TargetInfo | None = None, **over: Any) -> MTPDrafter:
+    """Return a bound MTP-1 drafter with random weights."""
+    info = info or target_info()
+    return random_weights(MTPConfig(**over).build(info, TAPS, VOCAB - 1), info, seed, std)
+
+
+def random_weights(made: Any, info: TargetInfo, seed: int = 0, std: float = 0.3) -> Any:
+    """Fill every weight of a drafter with noise, norms around 1, and bind it to a random head."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -67,6 +97,17 @@ def row(length: int, anchors: Sequence[int], seed: int = 0, supervised_from: int
     return batch, Features(hidden, torch.randn(1, length, WIDTH, generator=generator))
 
 
+def known(batch: Batch, features: Features, start: int, stop: int) -> Committed:
+    """Return positions ``start:stop`` of the first row as a decoder hands them to a drafter."""
+    tokens = batch.input_ids[0].tolist()
+    return Committed(tokens, features.hidden[0], features.last_hidden[0]).part(start, stop)
+
+
+def only(hidden: torch.Tensor) -> Committed:
+    """Return features [t, C*D] of tokens that do not matter."""
+    return Committed([0] * len(hidden), hidden, torch.zeros(len(hidden), WIDTH, dtype=hidden.dtype))
+
+
 def greedy(logits: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     probabilities = logits.softmax(-1)
     place = probabilities.argmax()
@@ -88,13 +129,14 @@ class Forced:
         return torch.tensor(self.tokens[len(self.logits) - 1]), logits.softmax(-1)
 
 
-def draft_logits(model: DSparkDrafter, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+def draft_logits(model: Any, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
     """Return teacher-forced logits [B, A, K, V] written out plainly."""
-    states = model.block_states(batch, hidden)
+    states = model.block_states(batch, hidden)[:, :, model.conventions.silent_rows :]
     logits = model.head.logits(states)
-    if model.markov_head is None:
+    if getattr(model, "markov_head", None) is None:
         return logits
     index = batch.anchor_indices[..., None] + torch.arange(model.conventions.gamma)
     index = index.clamp(max=batch.input_ids.shape[1] - 1)
     previous = batch.input_ids.gather(1, index.flatten(1)).view_as(index)
-    return logits + model.markov_head.markov_w1.weight[previous] @ model.markov_head.markov_w2.weight.t()
+    features = model.markov_head(states, model.markov_head.markov_w1(previous))
+    return logits + features @ model.markov_head.markov_w2.weight.t()

@@ -11,10 +11,10 @@ import torch
 
 from deepspec.contracts import Batch, Features
 from deepspec.drafters.dspark.model import DSparkDrafter
-from deepspec.drafters.dspark.objective import slot_mask
+from deepspec.drafters.objective import slot_mask
 from deepspec.errors import ConfigError, DeepSpecError
 from deepspec.nn.masks import block_mask
-from tests.unit.drafters.small import Forced, draft_logits, drafter, greedy, row, target_info
+from tests.unit.drafters.small import Forced, draft_logits, drafter, greedy, known, only, row, target_info
 
 WINDOWS = [None, 4, 9, 200]
 FIELDS = ["input_ids", "segment_ids", "position_ids", "loss_mask", "anchor_indices", "anchor_mask"]
@@ -28,8 +28,8 @@ def test_training_and_decoding_draft_alike(window: int | None) -> None:
     for block, anchor in enumerate([3, 5, 20, 34]):
         tokens = batch.input_ids[0, anchor : anchor + 6].tolist()
         sampler, state = Forced(tokens[1:]), model.start(40)
-        model.extend(state, features.hidden[0, : anchor // 2])
-        model.extend(state, features.hidden[0, anchor // 2 : anchor])
+        model.extend(state, known(batch, features, 0, anchor // 2))
+        model.extend(state, known(batch, features, anchor // 2, anchor))
         proposal = model.propose(state, tokens[0], 5, sampler)
         torch.testing.assert_close(torch.stack(sampler.logits), expected[block], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(proposal.probabilities, expected[block].softmax(-1), atol=1e-6, rtol=1e-4)
@@ -46,7 +46,7 @@ def test_a_full_state_is_refused() -> None:
     model = drafter()
     state = model.start(8)
     with pytest.raises(ConfigError, match="9 positions"):
-        model.extend(state, torch.randn(9, 96))
+        model.extend(state, only(torch.randn(9, 96)))
 
 
 def test_overflow_is_refused_when_proposing_and_visible_in_training() -> None:
@@ -56,7 +56,7 @@ def test_overflow_is_refused_when_proposing_and_visible_in_training() -> None:
     hidden = features.hidden.half()
     hidden[0, 1, 0] = 7e4  # infinite in fp16
     state = model.start(12)
-    model.extend(state, hidden[0, :5])
+    model.extend(state, only(hidden[0, :5]))
     with pytest.raises(DeepSpecError, match="not finite"):
         model.propose(state, 1, 5, greedy)
     out = model(batch, Features(hidden, features.last_hidden.half()))
@@ -209,7 +209,7 @@ def test_drafting_far_beyond_the_training_length(anchor: int, tolerance: float) 
     positions = torch.arange(anchor + 5)
     expected = _at_positions(model, hidden[0, :anchor], token, positions)
     sampler, state = Forced([1] * 5), model.start(anchor)
-    model.extend(state, hidden[0, :anchor])
+    model.extend(state, only(hidden[0, :anchor]))
     model.propose(state, token, 5, sampler)
     torch.testing.assert_close(torch.stack(sampler.logits).double(), expected, atol=tolerance, rtol=tolerance)
     trained = draft_logits(model, batch, hidden)[0, 0]

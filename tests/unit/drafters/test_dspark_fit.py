@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from deepspec.contracts import Batch, Features
-from deepspec.drafters.dspark import model as model_module
-from deepspec.drafters.dspark import objective
+from deepspec.drafters.dflash import model as model_module
+from deepspec.drafters.dflash.fit import NEAREST, SIDE, TOKEN, _parts, _sketches
+from deepspec.drafters.dflash.least_squares import LeastSquares
 from deepspec.drafters.dspark.config import DSparkConfig
-from deepspec.drafters.dspark.fit import NEAREST, SIDE, TOKEN, _parts, _sketches
-from deepspec.drafters.dspark.least_squares import LeastSquares
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.nn.head import FrozenHead
 from deepspec.nn.masks import block_mask
@@ -75,7 +74,7 @@ def _left(drafter: DSparkDrafter, examples: list[Example], slot: int, tap: slice
     """Return the mean square of what the first layer misses of the wanted state, over the state's variance."""
     said, wanted = [], []
     for batch, features in examples:
-        rows = objective.supervised_rows(drafter.config, batch)
+        rows = drafter.supervised_rows(batch)
         arguments = drafter.block_arguments(batch, features.hidden)
         states = drafter.decoder_layers[0](*arguments, drafter.attention_backend).flatten(0, 1)[rows.index]
         said.append(states[rows.slot == slot])

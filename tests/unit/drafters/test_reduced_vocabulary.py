@@ -15,7 +15,7 @@ from deepspec.drafters.files import load_drafter, save_drafter
 from deepspec.errors import ConfigError
 from deepspec.inference.sampling import Sampler, SamplerSettings
 from deepspec.nn.packed import PackedHead, pack_head
-from tests.unit.drafters.small import TAPS, VOCAB, WIDTH, draft_logits, drafter, greedy, row, target_info
+from tests.unit.drafters.small import TAPS, VOCAB, WIDTH, draft_logits, drafter, greedy, only, row, target_info
 
 SIZE = 30
 IDS = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[:SIZE].sort().values
@@ -41,7 +41,7 @@ def test_the_logits_are_the_whole_drafters_at_the_ids() -> None:
     for temperature in (0.0, 1.0):
         sampler = Sampler(SamplerSettings(temperature, seed=1))
         state = made.start(30)
-        made.extend(state, hidden[0, :3])
+        made.extend(state, only(hidden[0, :3]))
         found = made.propose(state, int(batch.input_ids[0, 3]), 5, sampler)
         assert found.probabilities.shape == (5, VOCAB)
         assert set(found.tokens.tolist()) <= set(IDS.tolist())
@@ -69,7 +69,7 @@ def test_all_ids_give_the_numbers_of_the_whole_vocabulary() -> None:
     tokens = []
     for model in (whole, made):
         state = model.start(30)
-        model.extend(state, features.hidden[0, :3])
+        model.extend(state, only(features.hidden[0, :3]))
         tokens.append(model.propose(state, 5, 5, Sampler(SamplerSettings(0.7, seed=2))).tokens)
     assert tokens[0].equal(tokens[1])
 

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepspec.contracts import Sample
+from deepspec.contracts import Committed, Sample
+from deepspec.drafters.dflash.config import DFlashConfig
+from deepspec.drafters.dspark.config import DSparkConfig
+from deepspec.drafters.eagle3.config import Eagle3Config
+from deepspec.drafters.mtp.config import MTPConfig
 from deepspec.errors import ConfigError, PackageError
 from deepspec.evaluation.statistics import Interval
 from deepspec.export import quantise
@@ -38,7 +42,7 @@ LITTLE = Material(samples=make_samples(1, 20), prompts=PROMPTS[:1], max_new_toke
 
 def export(out: Path, profile: Profile = "fp16_int8", target: Target | None = None, **over: Any) -> Exported:
     target = target or make_target()
-    drafter, config = make_drafter(target, draft_vocab_size=over.pop("draft_vocab_size", None))
+    drafter, config = make_drafter(target, config=over.pop("config", None), **over.pop("drafter", {}))
     material = over.pop("material", LITTLE)
     over = {"max_length_change": 1.0, **over}
     return export_package(drafter, config, target.info, target, out, material, profile=profile, **over)
@@ -55,11 +59,34 @@ def test_each_profile_passes_its_bound_and_is_close_to_it_for_a_reason(tmp_path:
 
 
 def test_a_reduced_vocabulary_is_verified_and_explained(tmp_path: Path) -> None:
-    found = export(tmp_path / "package", draft_vocab_size=25).verification
+    found = export(tmp_path / "package", drafter={"draft_vocab_size": 25}).verification
     assert 0 < found.distributions.mean_tv <= MEAN_TV_LIMIT["fp16_int8"]
     card = (tmp_path / "package" / "card.md").read_text()
     assert "draft vocabulary: 25 of 97 tokens" in card
     assert "`lm_head.weight` with those rows" in card
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DSparkConfig(num_layers=2, gamma=4, markov_rank=8, markov_head="gated"),
+        DSparkConfig(num_layers=2, gamma=4, markov_rank=8, markov_head="rnn"),
+        DFlashConfig(num_layers=2, gamma=4),
+        DFlashConfig(num_layers=2, gamma=4, block_layout="fill_in"),
+        Eagle3Config(ttt_length=4),
+        MTPConfig(),
+    ],
+    ids=lambda config: f"{type(config).__name__} {getattr(config, 'block_layout', '')}",
+)
+@pytest.mark.parametrize("profile", ["bf16", "fp16_int8"])
+def test_every_drafter_comes_back_from_its_package(tmp_path: Path, config: Any, profile: Profile) -> None:
+    target = make_target()
+    found = export(tmp_path / "package", profile, target, config=config).verification
+    assert 0 < found.distributions.mean_tv <= MEAN_TV_LIMIT[profile]
+    loaded = load_package(tmp_path / "package", target)
+    trained, _ = make_drafter(target, config=config)
+    assert loaded.conventions == trained.conventions
+    assert type(loaded) is type(trained)
 
 
 def _slots_cut_off() -> int:
@@ -158,7 +185,7 @@ def test_another_revision_of_the_target_is_refused(tmp_path: Path) -> None:
 def test_a_state_of_7e4_is_found_and_named() -> None:
     drafter, _ = make_drafter(make_target())
     with StateWatch(drafter) as watch:
-        drafter.extend(drafter.start(8), torch.full((1, 96), 7e4))
+        drafter.extend(drafter.start(8), Committed([0], torch.full((1, 96), 7e4), torch.zeros(1, 32)))
     assert any("the input of fc reaches 70000" in line for line in watch.overflows(torch.float16))
     assert watch.overflows(torch.bfloat16) == []
 

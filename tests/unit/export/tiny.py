@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from deepspec.drafters.base import Drafter
+    from deepspec.drafters.base import Drafter, DrafterConfig
     from deepspec.export.quantise import Profile
     from deepspec.targets.target import Target
 
@@ -36,16 +36,18 @@ def make_target(seed: int = 0, **over: Any) -> Target:
     return tiny_target("llama", seed=seed, **{**SIZES, "tie_word_embeddings": True, **over})
 
 
-def make_drafter(target: Target, seed: int = 1, **over: Any) -> tuple[Drafter, DSparkConfig]:
+def make_drafter(
+    target: Target, seed: int = 1, config: DrafterConfig | None = None, **over: Any
+) -> tuple[Drafter, DrafterConfig]:
     """Return a drafter with weights large enough for its context to matter, bound to ``target``."""
     torch.manual_seed(seed)
-    config = DSparkConfig(**{"num_layers": 2, "gamma": 4, "markov_rank": 8, **over})
+    config = config or DSparkConfig(**{"num_layers": 2, "gamma": 4, "markov_rank": 8, **over})
     drafter = config.build(target.info, LAYER_IDS, MASK_ID)
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             parameter.data.normal_(std=0.15)
-    if config.draft_vocab_size is not None:
-        drafter.set_vocabulary(torch.randperm(target.info.vocab_size)[: config.draft_vocab_size].sort().values)
+    if drafter.d2t is not None:
+        drafter.set_vocabulary(torch.randperm(target.info.vocab_size)[: len(drafter.d2t)].sort().values)
     drafter.bind(target.head)
     return drafter.eval(), config
 

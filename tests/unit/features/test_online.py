@@ -8,9 +8,9 @@ import torch
 from deepspec.contracts import Batch, Features, Sample
 from deepspec.data.collate import collate
 from deepspec.errors import ConfigError
-from deepspec.features.online import OnlineFeatures, RememberedFeatures
+from deepspec.features.online import OnlineFeatures, RememberedFeatures, SummedFeatures
 from tests.helpers import tiny_target
-from tests.unit.drafters.small import row
+from tests.unit.drafters.small import drafter, row
 
 
 class Counting:
@@ -42,6 +42,27 @@ def test_a_sample_is_computed_once() -> None:
     again = batch_of(b=8, c=3)
     assert features(again).hidden[..., 0].tolist() == again.input_ids.tolist()  # padding has id 0
     assert source.asked == 3
+
+
+def test_the_sums_of_a_reduced_vocabulary_are_computed_once_and_change_nothing() -> None:
+    model = drafter(draft_vocab_size=40)
+    model.set_vocabulary(range(1, 81, 2))
+    batch, plain = row(40, [3, 5, 20])
+    batch = replace(batch, sample_ids=("a",))
+    asked = []
+
+    def source(batch: Batch) -> Features:
+        asked.append(batch)
+        return plain
+
+    features = RememberedFeatures(SummedFeatures(source, model.head), max_bytes=2**20)
+    for _ in range(2):
+        found = features(batch)
+        assert found.log_sum is not None
+        expected, got = model(batch, plain), model(batch, found)
+        torch.testing.assert_close(got.sums, expected.sums, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got.metrics["top1"], expected.metrics["top1"])
+    assert len(asked) == 1
 
 
 def test_what_finds_no_room_is_computed_again() -> None:

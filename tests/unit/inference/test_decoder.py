@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from deepspec.contracts import Proposal
+from deepspec.contracts import Committed, Proposal
 from deepspec.errors import UserError
 from deepspec.inference.decoder import Round, SpeculativeDecoder
 from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer
@@ -129,13 +129,13 @@ def test_prompt_lookup_repeats_the_latest_longest_match() -> None:
     lookup = PromptLookupProposer(VOCAB, gamma=4)
     sampler = _greedy()
     lookup.start(100)
-    lookup.extend([1, 2, 3, 10, 11, 9, 2, 3, 20, 21, 22, 23, 1, 2], torch.zeros(14, 0))
+    lookup.extend(said([1, 2, 3, 10, 11, 9, 2, 3, 20, 21, 22, 23, 1, 2]))
     proposal = lookup.propose(3, 4, sampler)  # 1 2 3 occurred once; 2 3 also later, but the longer match wins
     assert proposal is not None
     assert proposal.tokens.tolist() == [10, 11, 9, 2]
     assert proposal.probabilities.argmax(-1).tolist() == [10, 11, 9, 2]
     assert proposal.probabilities.sum() == 4
-    lookup.extend([3, 7, 2], torch.zeros(3, 0))
+    lookup.extend(said([3, 7, 2]))
     latest = lookup.propose(3, 2, sampler)
     assert latest is not None
     assert latest.tokens.tolist() == [7, 2]  # 7 2 3 is new; the latest 2 3 is the one at the end
@@ -145,7 +145,7 @@ def test_prompt_lookup_repeats_the_latest_longest_match() -> None:
 def test_prompt_lookup_match_at_the_very_end() -> None:
     lookup = PromptLookupProposer(VOCAB, gamma=4)
     lookup.start(100)
-    lookup.extend([5, 5], torch.zeros(2, 0))
+    lookup.extend(said([5, 5]))
     proposal = lookup.propose(5, 4, _greedy())
     assert proposal is not None
     assert proposal.tokens.tolist() == [5]
@@ -185,6 +185,11 @@ def test_the_seed_fixes_the_output() -> None:
     decoder = SpeculativeDecoder(target, DrafterProposer(drafter))  # type: ignore[arg-type]
     runs = [decoder.generate([0], 30, SamplerSettings(1.0, seed)).tokens for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
+
+
+def said(tokens: list[int]) -> Committed:
+    """Tokens for a proposer that reads no features."""
+    return Committed(tokens, torch.zeros(len(tokens), 0), torch.zeros(len(tokens), 0))
 
 
 def _greedy() -> Sampler:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from deepspec.contracts import Batch, Features
+from deepspec.drafters.base import Drafter
+from deepspec.drafters.dflash.config import DFlashConfig
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
+from deepspec.drafters.eagle3.config import Eagle3Config
+from deepspec.drafters.mtp.config import MTPConfig
 from deepspec.inference.accelerate import accelerate
 from deepspec.inference.decoder import SpeculativeDecoder
 from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer, Proposer
@@ -92,7 +98,7 @@ def test_sampling_is_reproducible_with_a_real_drafter() -> None:
     assert decoder.generate(PROMPT, 20, settings).tokens == decoder.generate(PROMPT, 20, settings).tokens
 
 
-def overfit(target: Target, drafter: DSparkDrafter, text: list[int], first: int, steps: int) -> None:
+def overfit(target: Target, drafter: Drafter, text: list[int], first: int, steps: int) -> None:
     """Train on one text whose supervised part begins at ``first``, every anchor at every step."""
     ids = torch.tensor([text])
     anchors = torch.arange(first, len(text) - 1)
@@ -117,12 +123,28 @@ def overfit(target: Target, drafter: DSparkDrafter, text: list[int], first: int,
     drafter.eval()
 
 
-def test_an_overfitted_sequence_is_accepted_whole_every_round() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        DSparkConfig(num_layers=2, gamma=5, markov_rank=4),
+        DSparkConfig(num_layers=2, gamma=5, markov_rank=4, markov_head="gated"),
+        DSparkConfig(num_layers=2, gamma=5, markov_rank=4, markov_head="rnn"),
+        DFlashConfig(num_layers=2, gamma=5),
+        DFlashConfig(num_layers=2, gamma=5, block_layout="fill_in"),
+        Eagle3Config(ttt_length=5, ce=1.0),
+        MTPConfig(ce=1.0),
+    ],
+    ids=lambda c: f"{type(c).__name__} {getattr(c, 'markov_head', getattr(c, 'block_layout', ''))}",
+)
+def test_an_overfitted_sequence_is_accepted_whole_every_round(config: Any) -> None:
     """Pitfall 6: labels shifted by one against the decoder would show here and nowhere in training."""
     target = tiny_target()
     answer = SpeculativeDecoder(target, PlainProposer()).generate(PROMPT, 31).tokens
-    drafter = drafter_for(target, seed=2)
+    torch.manual_seed(2)
+    drafter = config.build(target.info, LAYERS, target.info.vocab_size - 1)
+    drafter.bind(target.head)
     overfit(target, drafter, [*PROMPT, *answer], len(PROMPT), steps=150)
     result = SpeculativeDecoder(target, DrafterProposer(drafter)).generate(PROMPT, 31)
     assert result.tokens == answer
-    assert [(r.drafted, r.accepted) for r in result.rounds] == [(5, 5)] * 5
+    gamma = config.gamma
+    assert [(r.drafted, r.accepted) for r in result.rounds] == [(gamma, gamma)] * (30 // (gamma + 1))

@@ -26,6 +26,7 @@ from deepspec.inference.proposers import DrafterProposer, PlainProposer
 from deepspec.nn.int8 import Int8Linear
 from deepspec.targets.layers import OFFSETS, from_project, to_project
 from deepspec.targets.target import Target
+from tests.unit.drafters.small import only
 from tests.unit.export.tiny import (
     LAYER_IDS,
     ForcedLogits,
@@ -61,7 +62,7 @@ def copy(package: Path, tmp_path: Path) -> Path:
 def block_logits(drafter: Any, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """Draft behind ``hidden`` [t, C*D]; ``tokens`` are the anchor and the K forced tokens. Returns [K, V]."""
     state = drafter.start(len(hidden) + 8)
-    drafter.extend(state, hidden)
+    drafter.extend(state, only(hidden))
     sampler = ForcedLogits(tokens[1:])
     drafter.propose(state, tokens[0], len(tokens) - 1, sampler)
     return torch.stack(sampler.logits)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspec.contracts import Proposal, TokenSampler
+from deepspec.contracts import Committed, Proposal, TokenSampler
 
 
 @dataclass
 class ToyStep:
     logits: Tensor
     hidden: Tensor
+    last_hidden: Tensor
 
 
 class ToyTarget:
@@ -44,7 +45,7 @@ class ToyTarget:
         self.steps.append(input_ids.shape[1])
         positions = torch.arange(start, len(cache), dtype=torch.float32)
         wanted = input_ids[0][-(num_logits or input_ids.shape[1]) :]
-        return ToyStep(self.logits[wanted], positions.unsqueeze(-1))
+        return ToyStep(self.logits[wanted], positions.unsqueeze(-1), positions.unsqueeze(-1))
 
     def crop(self, cache: list[int], length: int) -> None:
         del cache[length:]
@@ -63,8 +64,8 @@ class ToyDrafter:
         self.positions = []
         return self.positions
 
-    def extend(self, state: Any, hidden: Tensor) -> None:
-        state.extend(hidden[:, 0].tolist())
+    def extend(self, state: Any, committed: Committed) -> None:
+        state.extend(committed.hidden[:, 0].tolist())
 
     def propose(
         self,

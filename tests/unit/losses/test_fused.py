@@ -43,10 +43,11 @@ class Case:
             z = z + self.markov @ self.w2.t()
         t = task.head.logits(task.target_hidden)[task.target_index]
         ce, l1 = rows.cross_entropy(z, task.labels), rows.l1_distance(z, t)
-        total = (task.weights * (task.ce * ce + task.l1 * l1)).sum()
+        soft = rows.soft_cross_entropy(z, t) if task.soft else torch.zeros_like(ce)
+        total = (task.weights * (task.ce * ce + task.soft * soft + task.l1 * l1)).sum()
         inputs = [x for x in (self.hidden, self.markov, self.w2) if x is not None]
         agreement = (z.argmax(-1) == t.argmax(-1)).to(ce.dtype)
-        return BlockLoss(total, ce, l1, agreement), list(torch.autograd.grad(1.7 * total, inputs))
+        return BlockLoss(total, ce, soft, l1, agreement), list(torch.autograd.grad(1.7 * total, inputs))
 
 
 def make(
@@ -101,6 +102,14 @@ def same(fused: tuple[BlockLoss, list[Tensor]], plain: tuple[BlockLoss, list[Ten
 def test_value_and_gradient_in_fp64(head: str, markov: bool, mode: str) -> None:
     case = make(head, markov=markov)
     same(case.run(mode=mode), case.obvious(), 1e-12)
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 1000])
+@pytest.mark.parametrize(("ce", "l1"), [(0.0, 0.0), (0.1, 0.9)])
+def test_the_soft_cross_entropy(ce: float, l1: float, chunk_rows: int) -> None:
+    case = make("all")
+    case.task = replace(case.task, ce=ce, l1=l1, soft=0.7)
+    same(case.run(chunk_rows=chunk_rows), case.obvious(), 1e-12)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 2, 7, 1000])

@@ -39,10 +39,13 @@ def obvious(case: Case) -> tuple[BlockLoss, list[torch.Tensor]]:
     ce = torch.where(inside, -torch.where(inside, chance, 1.0).log(), 0.0)
     assert inside.any()
     assert not inside.all()
-    total = (task.weights * (task.ce * ce + task.l1 * l1)).sum()
+    soft = torch.zeros_like(ce)
+    if task.soft:
+        soft = -(p[:, vocabulary.ids] * z.log_softmax(-1)).sum(-1)
+    total = (task.weights * (task.ce * ce + task.soft * soft + task.l1 * l1)).sum()
     inputs = [x for x in (case.hidden, case.markov, case.w2) if x is not None]
     agreement = (q.argmax(-1) == p.argmax(-1)).to(ce.dtype)
-    return BlockLoss(total, ce, l1, agreement), list(torch.autograd.grad(1.7 * total, inputs))
+    return BlockLoss(total, ce, soft, l1, agreement), list(torch.autograd.grad(1.7 * total, inputs))
 
 
 @pytest.mark.parametrize("mode", ["exact", "common_mode"])
@@ -53,6 +56,24 @@ def test_value_and_gradient_in_fp64(head: str, markov: bool, mode: str) -> None:
     want = obvious(case)
     assert 0 < want[0].agreement.sum() < len(want[0].agreement)
     same(case.run(mode=mode), want, 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["exact", "common_mode"])
+@pytest.mark.parametrize("head", list(HEADS))
+def test_known_sums_change_nothing(head: str, mode: Any) -> None:
+    case = reduced(head)
+    logits = case.task.head.logits(case.task.target_hidden)
+    known: dict[str, Any] = {"target_log_sum": logits.logsumexp(-1), "target_top": logits.argmax(-1)}
+    task = replace(case.task, soft=0.3, mode=mode, **known)
+    assert not task.needs_whole_rows
+    case.task = replace(case.task, soft=0.3)
+    same(case.run(mode=mode, **known), obvious(case), 1e-11)
+
+
+def test_the_soft_cross_entropy() -> None:
+    case = reduced("all")
+    case.task = replace(case.task, soft=0.7)
+    same(case.run(chunk_rows=7), obvious(case), 1e-12)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1000])

@@ -1,4 +1,4 @@
-"""DSpark against figures of the published reference implementation."""
+"""Block drafters against figures of the published reference implementation."""
 
 from __future__ import annotations
 
@@ -11,32 +11,42 @@ import torch
 from safetensors.torch import load_file
 
 from deepspec.contracts import Batch, Features
+from deepspec.drafters.dflash.config import DFlashConfig
 from deepspec.drafters.dspark.config import DSparkConfig
-from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.nn.head import FrozenHead
-from tests.unit.drafters.small import draft_logits, greedy, target_info
+from tests.unit.drafters.small import draft_logits, greedy, only, target_info
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-Case = tuple[dict[str, torch.Tensor], DSparkDrafter, Batch, Features]
+Case = tuple[dict[str, torch.Tensor], Any, Batch, Features]
 
 
-@pytest.fixture(params=["dspark_vanilla", "dflash"])
+def described(settings: dict[str, Any]) -> DFlashConfig | DSparkConfig:
+    """Return our configuration of a reference drafter; one without heads is a DFlash."""
+    loss = settings["_loss"]
+    values: dict[str, Any] = {
+        "num_layers": settings["num_hidden_layers"],
+        "gamma": settings["block_size"],
+        "ce": loss["ce_loss_alpha"],
+        "l1": loss["l1_loss_alpha"],
+        "decay": loss["loss_decay_gamma"],
+    }
+    if not settings["markov_rank"]:
+        return DFlashConfig(**values)
+    return DSparkConfig(
+        **values,
+        markov_head=settings["markov_head_type"],
+        markov_rank=settings["markov_rank"],
+        confidence_head=settings["enable_confidence_head"],
+        confidence_with_markov=settings["confidence_head_with_markov"],
+        confidence=loss["confidence_head_alpha"],
+    )
+
+
+@pytest.fixture(params=["dspark_vanilla", "dspark_rnn", "dflash"])
 def case(request: pytest.FixtureRequest) -> Case:
     settings: dict[str, Any] = json.loads((GOLDEN / f"{request.param}.json").read_text())
     tensors = load_file(GOLDEN / f"{request.param}.safetensors")
-    loss = settings["_loss"]
-    config = DSparkConfig(
-        num_layers=settings["num_hidden_layers"],
-        gamma=settings["block_size"],
-        markov_head="vanilla" if settings["markov_rank"] else "none",
-        markov_rank=settings["markov_rank"],
-        confidence_head=settings["enable_confidence_head"],
-        confidence_with_markov=settings.get("confidence_head_with_markov", False),
-        ce=loss["ce_loss_alpha"],
-        l1=loss["l1_loss_alpha"],
-        confidence=loss["confidence_head_alpha"],
-        decay=loss["loss_decay_gamma"],
-    )
+    config = described(settings)
     assert config.problems() == []
     info = target_info(rope_parameters=settings["rope_parameters"])
     model = config.build(info, tuple(settings["target_layer_ids"]), settings["mask_token_id"])
@@ -74,7 +84,7 @@ def test_terms_and_loss(case: Case) -> None:
     assert close(out.metrics["ce"].numerator, tensors["out.term.ce_loss_num"][0], 1e-5)
     assert close(out.metrics["l1"].numerator, tensors["out.term.l1_loss_num"][0], 1e-5)
     assert close(denominators["draft"], tensors["out.term.ce_loss_den"][0], 1e-6)
-    if model.confidence_head is not None:
+    if "confidence" in out.sums:
         assert close(out.sums["confidence"], tensors["out.term.confidence_loss_num"][0], 1e-5)
         assert close(denominators["confidence"], tensors["out.term.confidence_loss_den"][0], 1e-6)
     loss = sum(model.coefficients[name] * value / denominators[name] for name, value in out.sums.items())
@@ -92,8 +102,9 @@ def test_gradients(case: Case) -> None:
 
 def test_confidence_logits(case: Case) -> None:
     tensors, model, batch, features = case
-    if model.confidence_head is None or model.markov_head is None:
-        pytest.skip("no confidence head")
+    if "confidence" not in model.coefficients:
+        assert not any(name.startswith("out.confidence") for name in tensors)
+        return
     slots = batch.anchor_indices[..., None] + torch.arange(model.conventions.gamma)
     previous = batch.input_ids[0][slots.clamp(max=batch.input_ids.shape[1] - 1)]
     states = model.block_states(batch, features.hidden)
@@ -106,7 +117,7 @@ def test_greedy_block(case: Case) -> None:
     tensors, model, _, features = case
     context = int(tensors["draft.context_len"])
     state = model.start(64)
-    model.extend(state, features.hidden[0, :context])
+    model.extend(state, only(features.hidden[0, :context]))
     proposal = model.propose(state, int(tensors["draft.anchor"]), model.conventions.gamma, greedy)
     assert proposal.tokens.tolist() == tensors["draft.tokens"][0].tolist()
     assert close(proposal.probabilities, tensors["draft.logits"][0].softmax(-1), 1e-5)
