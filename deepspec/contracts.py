@@ -5,6 +5,7 @@ Letters used in every shape comment of the code base:
     B  batch rows            T  tokens of a row          C  captured target layers
     D  hidden width          A  anchors of a row         K  drafted positions of a block (gamma)
     V  vocabulary            R  rows of a loss call      Dh width of one attention head
+    N  input rows of a block H, Hkv heads of queries, of keys and values      r  rank of a small head
     Vd tokens that a drafter can propose, V unless its vocabulary is reduced
 
 Positions. An anchor sits at position ``a`` on a known token. Its block drafts the K tokens at positions

@@ -74,7 +74,7 @@ _AT_LEAST_ZERO = (
     "evaluate.timing_prompts", "evaluate.seed", "export.verify_prompts", "export.max_length_change", "plan.tflops",
 )  # fmt: skip
 _ABOVE_ZERO = ("optim.eps",)  # a parameter without a gradient would be stepped by 0 / 0
-_SHARES = ("optim.warmup_ratio", "optim.min_lr_ratio", "evaluate.confidence_threshold")
+_SHARES = ("optim.warmup_ratio", "optim.min_lr_ratio", "optim.decay_ratio", "evaluate.confidence_threshold")
 
 
 def _read(run: RunConfig, path: str) -> Any:

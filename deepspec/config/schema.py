@@ -109,8 +109,11 @@ class OptimConfig:
     eps: float = key("Added to the root of the second moment", 1e-8)
     weight_decay: float = key("Decoupled decay of matrices; norms, biases and embeddings never decay", 0.0)
     warmup_ratio: float = key("Share of all steps in which the rate rises linearly", 0.04)
-    schedule: Literal["cosine", "constant"] = key("Course of the rate after warm-up", "cosine")
-    min_lr_ratio: float = key("Rate at the end, as a share of the peak", 0.0)
+    schedule: Literal["cosine", "wsd", "constant"] = key(
+        "Course of the rate after warm-up: cosine to the end, wsd (stable, then a line down), or constant", "cosine"
+    )
+    min_lr_ratio: float = key("Rate at the end, as a share of the peak (cosine, wsd)", 0.0)
+    decay_ratio: float = key("Share of all steps in which wsd falls, at the end", 0.2)
     clip_norm: float = key("Largest global gradient norm; 0 does not clip", 1.0)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from deepspec.contracts import Conventions, LossOutput, Proposal
+from deepspec.contracts import Conventions, LossOutput, Proposal, Ratio
 from deepspec.drafters import objective
 from deepspec.drafters.base import Drafter, require_finite
 from deepspec.errors import ConfigError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deepspec.nn.attention import AttentionBackend
 
 INITIAL_STD = 0.02
+PREFILL_ROWS = 1024  # of a prompt at a time: their mask is as wide as the prompt is long
 
 
 @dataclass
@@ -107,7 +108,7 @@ class ChainDrafter(Drafter):
         loss = objective.draft_loss(self, self.config.terms, rows, states, features)
         metrics = objective.draft_metrics(rows, loss)
         if self.config.terms.soft:
-            metrics["soft_ce"] = objective.Ratio((rows.weight * loss.soft).sum(), rows.weight.sum())
+            metrics["soft_ce"] = Ratio((rows.weight * loss.soft).sum(), rows.weight.sum())
         return LossOutput(sums={"draft": loss.total}, metrics=metrics)
 
     def block_states(self, batch: Batch, features: Features) -> Tensor:
@@ -141,18 +142,20 @@ class ChainDrafter(Drafter):
         states = self.enter(self.first_states(features.hidden, features.last_hidden), embeddings)
         rotation = self.rope(batch.position_ids[:, None], states.dtype)
         every = torch.arange(states.shape[1], device=start.device).expand_as(batch.input_ids)
-        at_start, layers, memories = self._mask(batch, start), self.chain_layers, []
-        for layer in layers:
+        at_start, memories = self._mask(batch, start), []
+        *front, last = self.chain_layers
+        mask = self._mask(batch, every) if front else at_start
+        for layer in front:
             x = layer.normed(states, embeddings)
             keys, values = layer.self_attn.keys_values(x, rotation)
             memories.append(ChainMemory(keys, values, at_start))
-            if layer is layers[-1]:
-                queries = layer.self_attn.queries(pick_rows(x, start), pick_rotation(rotation, start))
-                heads = attend_chain(queries, memories[-1], self.attention_backend)
-                return layer.finish(pick_rows(states, start), heads), memories
-            queries, mask = layer.self_attn.queries(x, rotation), self._mask(batch, every)
-            states = layer.finish(states, attend(queries, keys, values, mask, backend=self.attention_backend))
-        raise ConfigError("drafter.num_layers must be at least 1")
+            heads = attend(layer.self_attn.queries(x, rotation), keys, values, mask, backend=self.attention_backend)
+            states = layer.finish(states, heads)
+        x = last.normed(states, embeddings)
+        memories.append(ChainMemory(*last.self_attn.keys_values(x, rotation), at_start))
+        queries = last.self_attn.queries(pick_rows(x, start), pick_rotation(rotation, start))
+        heads = attend_chain(queries, memories[-1], self.attention_backend)
+        return last.finish(pick_rows(states, start), heads), memories
 
     def _mask(self, batch: Batch, rows: Tensor, ahead: int = 0) -> Tensor:
         return chain_mask(batch, self.conventions.sliding_window, rows, ahead)
@@ -188,8 +191,10 @@ class ChainDrafter(Drafter):
             states = torch.cat((state.pending, states))
         state.pending = states[-1:]
         if tokens:
-            self._advance(state, states[:-1][None], tokens, state.length)
-            state.length += len(tokens)
+            for part in range(0, len(tokens), PREFILL_ROWS):
+                rows = slice(part, part + PREFILL_ROWS)
+                self._advance(state, states[:-1][None, rows], tokens[rows], state.length, only_remember=True)
+                state.length += len(tokens[rows])
 
     @torch.no_grad()
     def propose(self, state: ChainState, anchor: int, num_tokens: int, sampler: TokenSampler) -> Proposal:
@@ -214,8 +219,13 @@ class ChainDrafter(Drafter):
         q = torch.stack(probabilities)
         return Proposal(torch.stack(tokens), q if vocabulary is None else vocabulary.spread(q))
 
-    def _advance(self, state: ChainState, states: Tensor, tokens: Sequence[int], first: int) -> Tensor:
-        """Run rows ``first`` and on, of ``states`` [1, n, D] and the n next tokens; return the states that come out."""
+    def _advance(
+        self, state: ChainState, states: Tensor, tokens: Sequence[int], first: int, *, only_remember: bool = False
+    ) -> Tensor:
+        """Run rows ``first`` and on, of ``states`` [1, n, D] and the n next tokens; return the states that come out.
+
+        Rows that are ``only_remember``ed need no more of the last layer than its keys and values.
+        """
         last = first + len(tokens)
         embeddings = self._embed(torch.tensor([tokens], device=states.device))
         rotation = (state.cos[first:last], state.sin[first:last])
@@ -226,6 +236,8 @@ class ChainDrafter(Drafter):
             keys, values = layer.self_attn.keys_values(x, rotation)
             state.keys[index][:, :, first:last] = keys
             state.values[index][:, :, first:last] = values
+            if only_remember and index == len(self.layers) - 1:
+                return states
             seen = slice(begin, last)
             queries = layer.self_attn.queries(x, rotation)
             heads = attend(

@@ -40,6 +40,9 @@ class Terms(NamedTuple):
     ce: float = 0.0  # cross-entropy of the text
     soft: float = 0.0  # cross-entropy against the target's distribution
     l1: float = 0.0  # ||q - p||_1
+    lk: float = 0.0  # -log of the acceptance
+    mix: float = 0.0  # KL divergence far from the target, total variation close to it
+    eta: float = 1.0  # how fast that turns
 
 
 class LogitBias(NamedTuple):
@@ -110,6 +113,9 @@ def draft_loss(
         vocabulary=drafter.vocabulary,
         ce=terms.ce,
         soft=terms.soft,
+        lk=terms.lk,
+        mix=terms.mix,
+        eta=terms.eta,
         l1=terms.l1,
         mode=loss_mode(drafter, states),
         **_known_sums(drafter, features),

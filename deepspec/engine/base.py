@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
-from deepspec.contracts import Features
-
 if TYPE_CHECKING:
     from deepspec.checkpoint.state import TrainState
-    from deepspec.contracts import Batch, LossOutput
+    from deepspec.contracts import Batch, Features, LossOutput
     from deepspec.drafters.base import Drafter
     from deepspec.engine.distributed import Ranks
 
@@ -73,7 +71,7 @@ class LossModule(nn.Module):
 
     def forward(self, batch: Batch, features: Features) -> LossOutput:
         """Return the drafter's weighted sums and metrics."""
-        features = Features(hidden=features.hidden.to(self._compute), last_hidden=features.last_hidden)
+        features = replace(features, hidden=features.hidden.to(self._compute))
         if self._cast_to is None:
             output: LossOutput = self.drafter(batch, features)
             return output

@@ -81,6 +81,7 @@ def build_trainer(
             warmup_ratio=cfg.optim.warmup_ratio,
             kind=cfg.optim.schedule,
             min_lr_ratio=cfg.optim.min_lr_ratio,
+            decay_ratio=cfg.optim.decay_ratio,
         ),
         limits=Limits(
             total_steps=inputs.total_steps,

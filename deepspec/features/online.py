@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from deepspec.contracts import Features
 from deepspec.errors import ConfigError
+from deepspec.losses.fused import whole_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,13 +64,9 @@ class SummedFeatures:
         sums = torch.zeros(judges.shape, device=judges.device)
         top = torch.zeros(judges.shape, device=judges.device, dtype=torch.int64)
         if len(states):
-            parts = [self._sum(rows) for rows in states.split(SUMMED_ROWS)]
+            parts = [whole_sums(rows, self._head) for rows in states.split(SUMMED_ROWS)]
             sums[judges], top[judges] = (torch.cat(column) for column in zip(*parts, strict=True))
         return replace(features, log_sum=sums, top=top)
-
-    def _sum(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._head.logits(states).float()
-        return logits.logsumexp(-1), logits.argmax(-1)
 
 
 class RememberedFeatures:

@@ -45,8 +45,8 @@ MEANINGS = {
     "context": "a block reads the target's features of positions before its anchor; attention inside the block is "
     "bidirectional, or causal where is_causal says so",
     "positions": "every token keeps its own position in the sequence; context keys are turned at their own positions",
-    "sliding_window": "null sees the whole context; w: a query at position p sees context positions >= p-(w-1) and the "
-    "whole of its block",
+    "sliding_window": "null sees the whole context; w: a query at position p sees context positions >= p-(w-1), and of "
+    "its block what is_causal lets it see",
     "draft_vocab_size": "tokens that can be proposed. Where they are fewer than vocab_size, tensor d2t (int64) holds "
     "offsets: target id = draft id + d2t[draft id]; markov_w2 has a row for each draft id, and all other token ids are "
     "the target's",

@@ -2,12 +2,16 @@
 
 The head is frozen, so the gradient with respect to the draft states needs nothing from later: it is formed while a
 chunk's logits are at hand, and nothing of size [R, V] outlives its chunk. The loss must be one scalar for that,
-``sum_r w_r (ce * CE_r + soft * S_r + l1 * L1_r)``: its terms share their denominator, which the caller divides by
-afterwards. S is the cross-entropy against the target's distribution, KL(p || q) plus p's own entropy.
+``sum_r w_r (ce * CE_r + soft * S_r + l1 * L1_r + lk * LK_r + mix * M_r)``: its terms share their denominator, which the
+caller divides by afterwards. S is the cross-entropy against the target's distribution, KL(p || q) plus p's own entropy.
+With a = 1 - L1/2, the chance of acceptance, LK = -log a, and M = c KL(p || q) + (1 - c) L1/2 with c = exp(-eta * a), a
+weight that is not differentiated: far from the target the divergence pulls, close to it the acceptance itself.
 
 With q = softmax(z), p the target's distribution, y the label and s = sign(q - p):
 
-    d CE / dz = q - onehot(y)     d S / dz = q <p, 1> - p     d L1 / dz = q * (s - <q, s>)
+    d CE / dz = q - onehot(y)     d S / dz = q <p, 1> - p     d L1 / dz = q * (s - <q, s>)     d LK = dL1 / (2 a)
+
+So each row needs one factor for S and one for L1, and both are known when its acceptance is.
 
 Rows that overlap in time ask for the same target position. Rows are sorted by it, so that the target's logits are
 formed once for each distinct position and no two chunks share one.
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
 LossMode = Literal["exact", "common_mode"]
 BUFFERS = 3  # of size [chunk rows, Vd]
+ACCEPTANCE_FLOOR = 1e-4  # below it LK's gradient grows no more
 WHOLE_BUFFERS = 2  # of size [chunk positions, V], for a reduced vocabulary
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """Memory of a chunk's buffers. Measured on two cores, a product with the head costs half as much a row at 256 rows as
@@ -48,9 +53,9 @@ at 64, since the head's weights are read once a chunk; the passes over the logit
 class BlockLoss(NamedTuple):
     """What the pass over R rows returns; only ``total`` carries a gradient."""
 
-    total: Tensor  # 0-d, sum_r w_r (ce * CE_r + soft * S_r + l1 * L1_r)
+    total: Tensor  # 0-d, the sum over the rows
     ce: Tensor  # [R] nats
-    soft: Tensor  # [R] nats, zeros unless it has a weight
+    soft: Tensor  # [R] nats, zeros unless it or the mix has a weight
     l1: Tensor  # [R]
     agreement: Tensor  # [R] 1.0 where the target's most likely token is the draft's too
 
@@ -75,6 +80,9 @@ class RowTask:
     chunk_rows: int | None = None  # None: as many as fit CHUNK_BYTES
     vocabulary: DraftVocabulary | None = None  # None: the draft's vocabulary is the target's
     soft: float = 0.0
+    lk: float = 0.0
+    mix: float = 0.0
+    eta: float = 1.0
     target_log_sum: Tensor | None = None  # [U] log sum exp of the target's logits over V, if known
     target_top: Tensor | None = None  # [U] its likeliest token; known with the sum
 
@@ -97,7 +105,36 @@ class RowTask:
     def row_elements(self) -> int:
         """Most elements of the buffers for one row of a chunk."""
         whole = WHOLE_BUFFERS * self.head.vocab_size if self.needs_whole_rows else 0
-        return (BUFFERS + (self.soft != 0)) * self.draft_head.vocab_size + whole
+        return (BUFFERS + self.uses_soft) * self.draft_head.vocab_size + whole
+
+    @property
+    def uses_soft(self) -> bool:
+        """Whether the cross-entropy against the target's distribution is needed."""
+        return self.soft != 0 or self.mix != 0
+
+    def value(self, ce: Tensor, soft: Tensor, entropy: Tensor, l1: Tensor) -> Tensor:
+        """Return the loss [R] of rows from their parts."""
+        found = self.ce * ce + self.soft * soft + self.l1 * l1
+        if self.lk:
+            found = found - self.lk * _acceptance(l1).log()
+        if self.mix:
+            share = torch.exp(-self.eta * _acceptance(l1))
+            found = found + self.mix * (share * (soft - entropy) + (1.0 - share) * 0.5 * l1)
+        return found
+
+    def factors(self, l1: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the gradients of S and of L1 are multiplied by in each row, both like ``l1``."""
+        acceptance, of_soft, of_l1 = _acceptance(l1), torch.full_like(l1, self.soft), torch.full_like(l1, self.l1)
+        if self.lk:
+            of_l1 = of_l1 + 0.5 * self.lk / acceptance
+        if self.mix:
+            share = torch.exp(-self.eta * acceptance)
+            of_soft, of_l1 = of_soft + self.mix * share, of_l1 + 0.5 * self.mix * (1.0 - share)
+        return of_soft, of_l1
+
+
+def _acceptance(l1: Tensor) -> Tensor:
+    return (1.0 - 0.5 * l1).clamp(min=ACCEPTANCE_FLOOR)
 
 
 def block_loss(hidden: Tensor, task: RowTask, markov: Tensor | None = None, w2: Tensor | None = None) -> BlockLoss:
@@ -119,10 +156,11 @@ class _FusedRows(torch.autograd.Function):
         scan = _Scan(hidden, markov, w2, task, with_grad=wanted)
         for start, stop, first, last in scan.chunks:
             scan.run(start, stop, first, last)
-        ce, soft, l1, agreement = (v[scan.inverse] for v in (scan.ce, scan.soft, scan.l1, scan.agreement))
+        parts = (scan.ce, scan.soft, scan.entropy, scan.l1, scan.agreement)
+        ce, soft, entropy, l1, agreement = (part[scan.inverse] for part in parts)
         ctx.gradients = scan.gradients() if wanted else (None, None, None)
         ctx.mark_non_differentiable(ce, soft, l1, agreement)
-        total = (task.weights.to(ce.dtype) * (task.ce * ce + task.soft * soft + task.l1 * l1)).sum()
+        total = (task.weights.to(ce.dtype) * task.value(ce, soft, entropy, l1)).sum()
         return total, ce, soft, l1, agreement
 
     @staticmethod
@@ -168,13 +206,13 @@ class _Scan:
     def _allocate(self) -> None:
         device, rows = self.hidden.device, self.hidden.shape[0]
         shape = (max((stop - start for start, stop, _, _ in self.chunks), default=0), self.head.vocab_size)
-        count = BUFFERS + (self.task.soft != 0)
+        count = BUFFERS + self.task.uses_soft
         self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(count)]
         if self.task.needs_whole_rows:
             shape = (max((last - first for _, _, first, last in self.chunks), default=0), self.task.head.vocab_size)
             self.whole = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(WHOLE_BUFFERS)]
-        sums = [torch.zeros(rows, device=device, dtype=self.wide) for _ in range(4)]
-        self.ce, self.soft, self.l1, self.agreement = sums
+        sums = [torch.zeros(rows, device=device, dtype=self.wide) for _ in range(5)]
+        self.ce, self.soft, self.entropy, self.l1, self.agreement = sums
         if not self.with_grad:
             return
         self.grad_hidden = torch.zeros(self.hidden.shape, device=device, dtype=self.wide)
@@ -194,8 +232,10 @@ class _Scan:
         log_sum = top - q.amax(-1).log()  # log sum exp z = max z - log max q
         self.ce[rows] = (log_sum - label_logit) * self.sayable[rows]
         excess = None if outside is None else -outside[judge, None]  # <p, 1> - 1
-        if self.task.soft:
+        if self.task.uses_soft:
             self.soft[rows] = log_sum * (1.0 if excess is None else 1.0 + excess[:, 0]) - self._expected(p, judge, z)
+        if self.task.mix:
+            self.entropy[rows] = torch.special.entr(p, out=self.buffers[BUFFERS][: len(p)]).sum(-1)[judge]
         d = torch.index_select(p, 0, judge, out=z)
         d.sub_(q)  # p - q
         self.l1[rows] = torch.abs(d, out=y).sum(-1)  # a sum is pairwise; a vector norm would lose digits over a large V
@@ -262,11 +302,12 @@ class _Scan:
         task, head, weights = self.task, self.head, self.weights[rows, None]
         ce = task.ce * self.sayable[rows, None]
         mean = grad.sum(-1, keepdim=True)  # <q, sign(p - q)>
-        share = ce + task.l1 * mean
-        grad.mul_(-task.l1 * weights)
-        if task.soft:
-            share = share if excess is None else share + task.soft * excess
-            grad.sub_(difference.mul_(task.soft * weights))
+        of_soft, of_l1 = (factor[:, None] for factor in task.factors(self.l1[rows]))
+        share = ce + of_l1 * mean
+        grad.mul_(-of_l1 * weights)
+        if task.uses_soft:
+            share = share if excess is None else share + of_soft * excess
+            grad.sub_(difference.mul_(of_soft * weights))
         grad.add_(q.mul_(weights * share))
         grad.scatter_add_(1, self.labels[rows, None], -ce * weights)
         if self.markov is not None and self.w2 is not None:
@@ -298,6 +339,16 @@ def _cut(counts: list[int], chunk_rows: int) -> list[tuple[int, int, int, int]]:
             start, first = stop, position
         stop += count
     return [*chunks, (start, stop, first, len(counts))] if counts else []
+
+
+def whole_sums(states: Tensor, head: FrozenHead) -> tuple[Tensor, Tensor]:
+    """Return log sum exp [n] of the head's fp32 logits of ``states`` [n, D], and their largest entry's place [n]."""
+    logits = torch.empty(len(states), head.vocab_size, device=states.device)
+    project(states, head.weight, logits)
+    _finish(logits, head, with_slope=False)
+    top = logits.argmax(-1)
+    largest = logits.gather(-1, top[:, None]).squeeze(-1)
+    return largest - logits.softmax(-1).amax(-1).log(), top  # softmax takes a third of logsumexp's time on a CPU
 
 
 def _finish(raw: Tensor, head: FrozenHead, *, with_slope: bool) -> Tensor | None:

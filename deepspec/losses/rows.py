@@ -26,6 +26,25 @@ def soft_cross_entropy(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     return -(_wide(target_logits).softmax(-1) * _wide(draft_logits).log_softmax(-1)).sum(-1)
 
 
+def kl_divergence(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Return KL(p || q) in nats."""
+    entropy = torch.special.entr(_wide(target_logits).softmax(-1)).sum(-1)
+    return soft_cross_entropy(draft_logits, target_logits) - entropy
+
+
+def negative_log_acceptance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Return -log of ``acceptance``."""
+    return -acceptance(draft_logits, target_logits).log()
+
+
+def adaptive_mix(draft_logits: Tensor, target_logits: Tensor, eta: float) -> Tensor:
+    """Return c KL(p || q) + (1 - c) TV with c = exp(-eta * acceptance), through which no gradient flows."""
+    share = torch.exp(-eta * acceptance(draft_logits, target_logits)).detach()
+    return share * kl_divergence(draft_logits, target_logits) + (1.0 - share) * total_variation(
+        draft_logits, target_logits
+    )
+
+
 def l1_distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Return ||q - p||_1, from 0 to 2."""
     return (_wide(draft_logits).softmax(-1) - _wide(target_logits).softmax(-1)).abs().sum(-1)

@@ -43,7 +43,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     batch, heads, length, width = q.shape
     groups = k.shape[1]
     q = q.view(batch, groups, heads // groups, length, width)
-    scores = (q @ k[:, :, None].transpose(-1, -2)).float() * width**-0.5  # [B, Hkv, H/Hkv, n, s]
+    scores = ((q * width**-0.5) @ k[:, :, None].transpose(-1, -2)).float()  # [B, Hkv, H/Hkv, n, s]; no fp16 overflow
     if mask is not None:
         scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).to(v.dtype)

@@ -63,17 +63,22 @@ class ChainMemory:
 
 
 def attend_chain(queries: Tensor, memory: ChainMemory, backend: AttentionBackend) -> Tensor:
-    """Let row a of ``queries`` [B, H, A, Dh] see the text and the drafted rows of chain a; return [B, H, A, Dh]."""
+    """Let row a of ``queries`` [B, H, A, Dh] see the text and the drafted rows of chain a; return [B, H, A, Dh].
+
+    ``backend`` is for chains without a drafted row; with them no kernel has the pattern, so it is written out.
+    """
     if not memory.drafted:
         return attend(queries, memory.keys, memory.values, memory.mask, backend=backend)
     batch, heads, chains, width = queries.shape
     groups = memory.keys.shape[1]
-    queries = queries.view(batch, groups, heads // groups, chains, width)
+    queries = (queries * width**-0.5).view(
+        batch, groups, heads // groups, chains, width
+    )  # fp16 products could overflow
     of_text = (queries @ memory.keys[:, :, None].transpose(-1, -2)).float()  # [B, Hkv, G, A, T]
     of_text = of_text.masked_fill(~memory.mask[:, :, None], torch.finfo(of_text.dtype).min)
     own_keys, own_values = (torch.stack(parts, dim=3)[:, :, None] for parts in zip(*memory.drafted, strict=True))
-    of_own = (queries[..., None, :] * own_keys).sum(-1).float()  # [B, Hkv, G, A, steps]
-    weights = (torch.cat((of_text, of_own), dim=-1) * width**-0.5).softmax(-1).to(queries.dtype)
+    of_own = (queries[..., None, :].float() * own_keys.float()).sum(-1)  # [B, Hkv, G, A, steps]
+    weights = torch.cat((of_text, of_own), dim=-1).softmax(-1).to(queries.dtype)
     text, own = weights.split((of_text.shape[-1], of_own.shape[-1]), dim=-1)
     out = text @ memory.values[:, :, None] + (own[..., None] * own_values).sum(-2)
     return out.reshape(batch, heads, chains, width)

@@ -30,6 +30,9 @@ def test_a_process_composes_without_torch(folder: Path) -> None:
     done = run_process(folder, "deepspec.train", "--cfg", "job", "recipe=flash", "--local_rank=0")
     assert done.stderr == "0 False\n"
     assert "gamma: 5" in done.stdout
+    for drafter in ("dflash", "eagle3", "mtp"):
+        done = run_process(folder, "deepspec.train", "--cfg", "job", f"recipe=quickstart_{drafter}")
+        assert done.stderr == "0 False\n", drafter
     wrong = run_process(folder, "deepspec.train", "recipe=flash", "sed=1")
     assert "sed: no such key; did you mean seed" in wrong.stderr
     assert wrong.stderr.endswith("2 False\n") and "Traceback" not in wrong.stderr

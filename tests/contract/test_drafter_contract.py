@@ -19,33 +19,49 @@ import deepspec.drafters
 from deepspec.contracts import Batch, Features
 from deepspec.drafters.files import load_drafter, save_drafter
 from deepspec.nn.head import FrozenHead
-from tests.unit.drafters.small import VOCAB, Forced, dflash, drafter, eagle3, greedy, known, mtp, row
+from tests.unit.drafters.small import (
+    VOCAB,
+    Forced,
+    dflash,
+    drafter,
+    eagle3,
+    greedy,
+    known,
+    mtp,
+    packed,
+    padded,
+    row,
+    stacked,
+)
 
 
-def dspark(**over: Any) -> Any:
-    made = drafter(**over)
-    if made.d2t is not None:
-        made.set_vocabulary(range(1, 1 + 2 * len(made.d2t), 2))
+def reduced(make: Callable[..., Any]) -> Any:
+    """Return a drafter that proposes 40 of the target's tokens."""
+    made = make(draft_vocab_size=40)
+    made.set_vocabulary(range(1, 81, 2))
     return made
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "dspark": dspark,
-    "dspark without a Markov head": partial(dspark, markov_head="none", confidence_with_markov=False),
-    "dspark without a confidence head": partial(dspark, confidence_head=False),
-    "dspark with a sliding window": partial(dspark, sliding_window=4),
-    "dspark with a draft vocabulary": partial(dspark, draft_vocab_size=40),
-    "dspark with a gated head": partial(dspark, markov_head="gated"),
-    "dspark with a recurrent head": partial(dspark, markov_head="rnn"),
-    "dspark whose confidence does not see the Markov head": partial(dspark, confidence_with_markov=False),
+    "dspark": drafter,
+    "dspark without a Markov head": partial(drafter, markov_head="none", confidence_with_markov=False),
+    "dspark without a confidence head": partial(drafter, confidence_head=False),
+    "dspark with a sliding window": partial(drafter, sliding_window=4),
+    "dspark with a draft vocabulary": partial(reduced, drafter),
+    "dspark with a gated head": partial(drafter, markov_head="gated"),
+    "dspark with a recurrent head": partial(drafter, markov_head="rnn"),
+    "dspark whose confidence does not see the Markov head": partial(drafter, confidence_with_markov=False),
     "dflash": dflash,
     "dflash with a sliding window": partial(dflash, sliding_window=4),
     "dflash that fills in": partial(dflash, block_layout="fill_in"),
     "dflash that fills in, with a sliding window": partial(dflash, block_layout="fill_in", sliding_window=4),
+    "dflash with a draft vocabulary": partial(reduced, dflash),
     "eagle3": eagle3,
+    "eagle3 with a draft vocabulary": partial(reduced, eagle3),
     "eagle3 with head norms": partial(eagle3, qk_norm=True),
     "eagle3 with two layers and a sliding window": partial(eagle3, num_layers=2, sliding_window=6),
     "mtp": mtp,
+    "mtp with a draft vocabulary": partial(reduced, mtp),
     "mtp with two layers and a sliding window": partial(mtp, num_layers=2, sliding_window=4),
 }
 
@@ -131,6 +147,45 @@ def test_what_comes_after_the_block_does_not_change_the_loss(model: Any) -> None
     before, after = model(batch, features), model(replace(batch, input_ids=ids), Features(hidden, last))
     for name in before.sums:
         torch.testing.assert_close(after.sums[name], before.sums[name])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_packing_padding_and_splitting_give_the_same_sums_and_gradients(model: Any, backend: str) -> None:
+    """Documents in one row, in rows of their own with padding, and in micro-batches of their own."""
+    first, second = row(17, [3, 6, 11], seed=1), row(33, [4, 27], seed=2)
+    model.attention_backend = backend
+
+    def run(cases: list[tuple[Batch, Features]]) -> tuple[dict[str, float], torch.Tensor, float]:
+        model.zero_grad()
+        sums: dict[str, float] = {}
+        weight = 0.0
+        for batch, features in cases:
+            out = model(batch, features)
+            weight += float(model.denominators(batch)["draft"])
+            torch.stack(list(out.sums.values())).sum().backward()
+            for name, value in out.sums.items():
+                sums[name] = sums.get(name, 0.0) + value.item()
+        return sums, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), weight
+
+    expected = run([first, second])
+    rows = stacked(padded(first, 40, 4), padded(second, 40, 4))
+    for other in (run([packed(first, second)]), run([rows])):
+        assert other[0] == pytest.approx(expected[0], rel=1e-5)
+        assert (other[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
+        assert other[2] == pytest.approx(expected[2], rel=1e-6)
+
+
+def test_the_first_token_of_a_document_reads_nothing_of_the_document_before(model: Any) -> None:
+    """An anchor there has no context: a block drafter drafts from the token alone, a chain cannot start."""
+    first, second = row(17, [3, 6], seed=1), row(33, [0, 4], seed=2, supervised_from=0)
+    batch, features = packed(first, second)
+    other = features.hidden.clone(), features.last_hidden.clone()
+    other[0][:, 16], other[1][:, 16] = 0.5, 0.5  # the row before the second document, which judges nothing
+    before, after = model(batch, features), model(batch, Features(*other))
+    for name, value in before.sums.items():
+        torch.testing.assert_close(after.sums[name], value)
+    alone = float(model.denominators(first[0])["draft"]) + float(model.denominators(second[0])["draft"])
+    assert float(model.denominators(batch)["draft"]) == pytest.approx(alone)
 
 
 def test_every_parameter_learns_and_the_target_does_not(model: Any) -> None:

@@ -90,8 +90,8 @@ def fit_first_layer(drafter: DFlashDrafter, examples: Sequence[Example]) -> str:
 class _Rows:
     """The supervised slots of one example in front of the first layer.
 
-    The states of all slots and their mask are made anew for each use: with an anchor at every token they are larger
-    than the target's features.
+    The states of all slots and their mask are made anew for each use: with many anchors they are larger than the
+    target's features.
     """
 
     drafter: DFlashDrafter

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deepspec.drafters.mtp.model import MTPDrafter
 
 VOCAB, WIDTH, TAPS = 97, 32, (0, 2, 4)
+FIELDS = ("input_ids", "segment_ids", "position_ids", "loss_mask", "anchor_indices", "anchor_mask")
 
 
 def target_info(**over: Any) -> TargetInfo:
@@ -95,6 +96,46 @@ def row(length: int, anchors: Sequence[int], seed: int = 0, supervised_from: int
     )
     hidden = torch.randn(1, length, len(TAPS) * WIDTH, generator=generator)
     return batch, Features(hidden, torch.randn(1, length, WIDTH, generator=generator))
+
+
+def packed(first: tuple[Batch, Features], second: tuple[Batch, Features]) -> tuple[Batch, Features]:
+    """Return two documents in one row."""
+    (a, fa), (b, fb) = first, second
+    length = a.input_ids.shape[1]
+    batch = Batch(
+        input_ids=torch.cat((a.input_ids, b.input_ids), 1),
+        segment_ids=torch.cat((a.segment_ids, b.segment_ids + 1), 1),
+        position_ids=torch.cat((a.position_ids, b.position_ids), 1),
+        loss_mask=torch.cat((a.loss_mask, b.loss_mask), 1),
+        anchor_indices=torch.cat((a.anchor_indices, b.anchor_indices + length), 1),
+        anchor_mask=torch.cat((a.anchor_mask, b.anchor_mask), 1),
+    )
+    return batch, Features(torch.cat((fa.hidden, fb.hidden), 1), torch.cat((fa.last_hidden, fb.last_hidden), 1))
+
+
+def padded(case: tuple[Batch, Features], length: int, anchors: int) -> tuple[Batch, Features]:
+    """Return a row with padding behind its ``length`` tokens, and padding anchors."""
+    batch, features = case
+    more, extra = length - batch.input_ids.shape[1], anchors - batch.anchor_indices.shape[1]
+    pad = torch.nn.functional.pad
+    padded = Batch(
+        input_ids=pad(batch.input_ids, (0, more), value=5),
+        segment_ids=pad(batch.segment_ids, (0, more)),
+        position_ids=pad(batch.position_ids, (0, more)),
+        loss_mask=pad(batch.loss_mask, (0, more)),
+        anchor_indices=pad(batch.anchor_indices, (0, extra)),
+        anchor_mask=pad(batch.anchor_mask, (0, extra)),
+    )
+    hidden = pad(features.hidden, (0, 0, 0, more), value=3.0)
+    return padded, Features(hidden, pad(features.last_hidden, (0, 0, 0, more), value=3.0))
+
+
+def stacked(first: tuple[Batch, Features], second: tuple[Batch, Features]) -> tuple[Batch, Features]:
+    """Return the rows of two batches of one shape."""
+    (a, fa), (b, fb) = first, second
+    joined: dict[str, Any] = {n: torch.cat((getattr(a, n), getattr(b, n))) for n in FIELDS}
+    features = Features(torch.cat((fa.hidden, fb.hidden)), torch.cat((fa.last_hidden, fb.last_hidden)))
+    return Batch(**joined), features
 
 
 def known(batch: Batch, features: Features, start: int, stop: int) -> Committed:

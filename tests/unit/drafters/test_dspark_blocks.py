@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from deepspec.contracts import Batch, Features
+from deepspec.contracts import Features
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.drafters.objective import slot_mask
 from deepspec.errors import ConfigError, DeepSpecError
 from deepspec.nn.masks import block_mask
-from tests.unit.drafters.small import Forced, draft_logits, drafter, greedy, known, only, row, target_info
+from tests.unit.drafters.small import (
+    Forced,
+    draft_logits,
+    drafter,
+    greedy,
+    known,
+    only,
+    packed,
+    padded,
+    row,
+    stacked,
+    target_info,
+)
 
 WINDOWS = [None, 4, 9, 200]
-FIELDS = ["input_ids", "segment_ids", "position_ids", "loss_mask", "anchor_indices", "anchor_mask"]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -77,48 +87,11 @@ def test_a_block_does_not_see_its_future(window: int | None) -> None:
     assert (after[:, 1] - before[:, 1]).abs().max() > 1e-3
 
 
-def _packed(first: tuple[Batch, Features], second: tuple[Batch, Features]) -> tuple[Batch, Features]:
-    (a, fa), (b, fb) = first, second
-    length = a.input_ids.shape[1]
-    batch = Batch(
-        input_ids=torch.cat((a.input_ids, b.input_ids), 1),
-        segment_ids=torch.cat((a.segment_ids, b.segment_ids + 1), 1),
-        position_ids=torch.cat((a.position_ids, b.position_ids), 1),
-        loss_mask=torch.cat((a.loss_mask, b.loss_mask), 1),
-        anchor_indices=torch.cat((a.anchor_indices, b.anchor_indices + length), 1),
-        anchor_mask=torch.cat((a.anchor_mask, b.anchor_mask), 1),
-    )
-    return batch, Features(torch.cat((fa.hidden, fb.hidden), 1), torch.cat((fa.last_hidden, fb.last_hidden), 1))
-
-
-def _padded(case: tuple[Batch, Features], length: int, anchors: int) -> tuple[Batch, Features]:
-    batch, features = case
-    more, extra = length - batch.input_ids.shape[1], anchors - batch.anchor_indices.shape[1]
-    pad = torch.nn.functional.pad
-    padded = Batch(
-        input_ids=pad(batch.input_ids, (0, more), value=5),
-        segment_ids=pad(batch.segment_ids, (0, more)),
-        position_ids=pad(batch.position_ids, (0, more)),
-        loss_mask=pad(batch.loss_mask, (0, more)),
-        anchor_indices=pad(batch.anchor_indices, (0, extra)),
-        anchor_mask=pad(batch.anchor_mask, (0, extra)),
-    )
-    hidden = pad(features.hidden, (0, 0, 0, more), value=3.0)
-    return padded, Features(hidden, pad(features.last_hidden, (0, 0, 0, more), value=3.0))
-
-
-def _stacked(first: tuple[Batch, Features], second: tuple[Batch, Features]) -> tuple[Batch, Features]:
-    (a, fa), (b, fb) = first, second
-    joined: dict[str, Any] = {n: torch.cat((getattr(a, n), getattr(b, n))) for n in FIELDS}
-    features = Features(torch.cat((fa.hidden, fb.hidden)), torch.cat((fa.last_hidden, fb.last_hidden)))
-    return Batch(**joined), features
-
-
 @pytest.mark.parametrize("window", [None, 6])
 def test_every_back_end_gives_the_same_loss_and_gradients(window: int | None) -> None:
     """A row of 5 tokens beside one of 500, with padding behind both and padding anchors: slots that see nothing."""
     short, long = row(5, [2], seed=1), row(500, [3, 250, 494], seed=2)
-    batch, features = _stacked(_padded(short, 510, 4), _padded(long, 510, 4))
+    batch, features = stacked(padded(short, 510, 4), padded(long, 510, 4))
     assert not block_mask(batch, 5, window).any(-1).all()
     model = drafter(sliding_window=window)
     found: dict[str, tuple[dict[str, float], torch.Tensor]] = {}
@@ -136,37 +109,9 @@ def test_every_back_end_gives_the_same_loss_and_gradients(window: int | None) ->
     assert (gradients - reference).norm() <= 1e-5 * reference.norm()
 
 
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_packing_padding_and_splitting_give_the_same_sums_and_gradients(backend: str, window: int | None) -> None:
-    """Documents in one row, in rows of their own with padding, and in micro-batches of their own."""
-    first, second = row(17, [3, 6, 13], seed=1), row(33, [4, 30], seed=2)
-    model = drafter(sliding_window=window)
-    model.attention_backend = backend  # type: ignore[assignment]
-
-    def run(cases: list[tuple[Batch, Features]]) -> tuple[dict[str, float], torch.Tensor, float]:
-        model.zero_grad()
-        sums: dict[str, float] = {}
-        weight = 0.0
-        for batch, features in cases:
-            out = model(batch, features)
-            weight += float(model.denominators(batch)["draft"])
-            torch.stack(list(out.sums.values())).sum().backward()
-            for name, value in out.sums.items():
-                sums[name] = sums.get(name, 0.0) + value.item()
-        return sums, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), weight
-
-    expected = run([first, second])
-    rows = _stacked(_padded(first, 40, 4), _padded(second, 40, 4))
-    for other in (run([_packed(first, second)]), run([rows])):
-        assert other[0] == pytest.approx(expected[0], rel=1e-5)
-        assert (other[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
-        assert other[2] == pytest.approx(expected[2], rel=1e-6)
-
-
 def test_slots_end_with_the_turn_and_with_the_document() -> None:
     first, second = row(10, [6], seed=1), row(12, [3], seed=2, supervised_from=0)
-    batch, _ = _packed(first, second)
+    batch, _ = packed(first, second)
     mask = batch.loss_mask.clone()
     mask[0, 15] = False  # token 5 of the second document
     counted = slot_mask(replace(batch, loss_mask=mask), 5)

@@ -93,6 +93,11 @@ def test_cosine(step: int, expected: float) -> None:
     assert schedule(step) == pytest.approx(expected)
 
 
+def test_warm_up_stable_decay() -> None:
+    schedule = make_schedule(20, warmup_ratio=0.1, kind="wsd", min_lr_ratio=0.5, decay_ratio=0.2)
+    assert [schedule(step) for step in (0, 1, 2, 16, 18, 20, 30)] == [0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.5]
+
+
 def test_constant() -> None:
     schedule = make_schedule(10, warmup_ratio=0.2, kind="constant", min_lr_ratio=0.0)
     assert [schedule(step) for step in range(5)] == [0.5, 1.0, 1.0, 1.0, 1.0]

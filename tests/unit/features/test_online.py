@@ -7,8 +7,11 @@ import torch
 
 from deepspec.contracts import Batch, Features, Sample
 from deepspec.data.collate import collate
+from deepspec.engine.base import LossModule
 from deepspec.errors import ConfigError
 from deepspec.features.online import OnlineFeatures, RememberedFeatures, SummedFeatures
+from deepspec.losses.fused import whole_sums
+from deepspec.nn.head import FrozenHead
 from tests.helpers import tiny_target
 from tests.unit.drafters.small import drafter, row
 
@@ -56,13 +59,29 @@ def test_the_sums_of_a_reduced_vocabulary_are_computed_once_and_change_nothing()
         return plain
 
     features = RememberedFeatures(SummedFeatures(source, model.head), max_bytes=2**20)
+    trained = LossModule(model, compute=torch.float32)
     for _ in range(2):
         found = features(batch)
         assert found.log_sum is not None
-        expected, got = model(batch, plain), model(batch, found)
+        expected, got = model(batch, plain), trained(batch, found)
         torch.testing.assert_close(got.sums, expected.sums, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(got.metrics["top1"], expected.metrics["top1"])
+        other = trained(batch, replace(found, log_sum=found.log_sum + 1.0))
+        assert abs(other.sums["draft"] - expected.sums["draft"]) > 1e-2, "the sums are not used"
     assert len(asked) == 1
+
+
+def test_sums_are_not_rounded_to_the_precision_of_the_head() -> None:
+    """bf16 logits near 20 are 0.125 apart, which would make probabilities wrong by 6 %."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(97, 32, generator=generator).bfloat16()
+    head = FrozenHead(embedding=weight, weight=weight)
+    states = (3.0 * torch.randn(50, 32, generator=generator)).bfloat16()
+    sums, top = whole_sums(states, head)
+    logits = states.double() @ weight.double().t()
+    assert logits.amax() > 30
+    torch.testing.assert_close(sums.double(), logits.logsumexp(-1), rtol=0.0, atol=1e-4)
+    assert top.equal(logits.argmax(-1))
 
 
 def test_what_finds_no_room_is_computed_again() -> None:

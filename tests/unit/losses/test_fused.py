@@ -43,8 +43,13 @@ class Case:
             z = z + self.markov @ self.w2.t()
         t = task.head.logits(task.target_hidden)[task.target_index]
         ce, l1 = rows.cross_entropy(z, task.labels), rows.l1_distance(z, t)
-        soft = rows.soft_cross_entropy(z, t) if task.soft else torch.zeros_like(ce)
-        total = (task.weights * (task.ce * ce + task.soft * soft + task.l1 * l1)).sum()
+        soft = rows.soft_cross_entropy(z, t) if task.uses_soft else torch.zeros_like(ce)
+        value = task.ce * ce + task.soft * soft + task.l1 * l1
+        if task.lk:
+            value = value + task.lk * rows.negative_log_acceptance(z, t)
+        if task.mix:
+            value = value + task.mix * rows.adaptive_mix(z, t, task.eta)
+        total = (task.weights * value).sum()
         inputs = [x for x in (self.hidden, self.markov, self.w2) if x is not None]
         agreement = (z.argmax(-1) == t.argmax(-1)).to(ce.dtype)
         return BlockLoss(total, ce, soft, l1, agreement), list(torch.autograd.grad(1.7 * total, inputs))
@@ -110,6 +115,15 @@ def test_the_soft_cross_entropy(ce: float, l1: float, chunk_rows: int) -> None:
     case = make("all")
     case.task = replace(case.task, ce=ce, l1=l1, soft=0.7)
     same(case.run(chunk_rows=chunk_rows), case.obvious(), 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["exact", "common_mode"])
+@pytest.mark.parametrize("terms", [{"lk": 0.8}, {"mix": 0.8, "eta": 3.0}, {"lk": 0.2, "mix": 0.3, "soft": 0.4}])
+@pytest.mark.parametrize(("ce", "l1"), [(0.0, 0.0), (0.1, 0.9)])
+def test_likelihood_of_acceptance(ce: float, l1: float, terms: dict[str, float], mode: Any) -> None:
+    case = make("all")
+    case.task = replace(case.task, ce=ce, l1=l1, mode=mode, **terms)  # type: ignore[arg-type]
+    same(case.run(chunk_rows=7), case.obvious(), 1e-11)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 2, 7, 1000])

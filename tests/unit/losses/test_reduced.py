@@ -40,9 +40,14 @@ def obvious(case: Case) -> tuple[BlockLoss, list[torch.Tensor]]:
     assert inside.any()
     assert not inside.all()
     soft = torch.zeros_like(ce)
-    if task.soft:
-        soft = -(p[:, vocabulary.ids] * z.log_softmax(-1)).sum(-1)
-    total = (task.weights * (task.ce * ce + task.soft * soft + task.l1 * l1)).sum()
+    inside_p = p[:, vocabulary.ids]
+    if task.uses_soft:
+        soft = -(inside_p * z.log_softmax(-1)).sum(-1)
+    accepted = 1.0 - 0.5 * l1
+    share = torch.exp(-task.eta * accepted).detach()
+    mixed = share * (soft - torch.special.entr(inside_p).sum(-1)) + (1.0 - share) * 0.5 * l1
+    value = task.ce * ce + task.soft * soft + task.l1 * l1 - task.lk * accepted.log() + task.mix * mixed
+    total = (task.weights * value).sum()
     inputs = [x for x in (case.hidden, case.markov, case.w2) if x is not None]
     agreement = (q.argmax(-1) == p.argmax(-1)).to(ce.dtype)
     return BlockLoss(total, ce, soft, l1, agreement), list(torch.autograd.grad(1.7 * total, inputs))
@@ -64,9 +69,8 @@ def test_known_sums_change_nothing(head: str, mode: Any) -> None:
     case = reduced(head)
     logits = case.task.head.logits(case.task.target_hidden)
     known: dict[str, Any] = {"target_log_sum": logits.logsumexp(-1), "target_top": logits.argmax(-1)}
-    task = replace(case.task, soft=0.3, mode=mode, **known)
-    assert not task.needs_whole_rows
-    case.task = replace(case.task, soft=0.3)
+    case.task = replace(case.task, soft=0.3, lk=0.2, mix=0.4)
+    assert not replace(case.task, **known).needs_whole_rows
     same(case.run(mode=mode, **known), obvious(case), 1e-11)
 
 
