@@ -51,7 +51,13 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     drafter.bind(target.head)
     inputs = read_inputs(cfg, target, ranks)
     choose_vocabulary(cfg, drafter, target.info, inputs)
-    features = online_features(target, taps, cfg.features.memory_gib, reduced=drafter.vocabulary is not None)
+    features = online_features(
+        target,
+        drafter.taps,
+        cfg.features.memory_gib,
+        reduced=drafter.vocabulary is not None,
+        visits=cfg.train.epochs,
+    )
     trainer = build_trainer(
         cfg,
         run=run,

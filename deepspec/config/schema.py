@@ -142,6 +142,9 @@ class TrainConfig:
         "Go on from the newest checkpoint in the run folder; false moves it, with its metrics and config, to before-N",
         True,
     )
+    warm_start: str | None = key(
+        "Run, checkpoint or package whose weights to start from; what it lacks starts as drafter.init says", None
+    )
     max_bad_steps: int = key("Stop after so many steps in a row with a gradient that is not finite", 20)
 
 

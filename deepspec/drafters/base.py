@@ -97,6 +97,11 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", None)
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose outputs the drafter reads; ``Features.hidden`` holds those."""
+        return self.conventions.target_layer_ids
+
+    @property
     def head(self) -> FrozenHead:
         """The target's embedding and head.
 

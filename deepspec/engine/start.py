@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deepspec.data.vocabulary import choose_tokens
+from deepspec.engine.warm_start import warm_start
 from deepspec.log import get_logger, progress
 
 if TYPE_CHECKING:
@@ -39,15 +40,16 @@ def choose_vocabulary(cfg: RunConfig, drafter: Drafter, info: TargetInfo, inputs
 def start_weights(
     cfg: RunConfig, drafter: Drafter, target: Target, inputs: Inputs, features: FeatureSource, ranks: Ranks
 ) -> None:
-    """Give the drafter the weights that ``drafter.init`` asks for; every rank ends up with the first one's."""
-    init = getattr(cfg.drafter, "init", "random")
-    if init == "random":
-        return
-    lines = drafter.initialise_from(target.model)
-    drafter.to(ranks.device)  # where the ranks exchange tensors
-    if init == "fitted" and ranks.is_first:
-        lines += drafter.fit(_examples(cfg, inputs, features, ranks))
-    ranks.broadcast_(drafter.parameters())
+    """Give the drafter the weights that ``drafter.init`` and ``train.warm_start`` ask for, the same on every rank."""
+    init, lines = getattr(cfg.drafter, "init", "random"), []
+    if init != "random":
+        lines += drafter.initialise_from(target.model)
+        drafter.to(ranks.device)  # where the ranks exchange tensors
+        if init == "fitted" and ranks.is_first:
+            lines += drafter.fit(_examples(cfg, inputs, features, ranks))
+        ranks.broadcast_(drafter.parameters())
+    if cfg.train.warm_start is not None:
+        lines += warm_start(drafter, cfg.train.warm_start, target)
     for line in lines:
         log.info("%s", line)
 

@@ -66,7 +66,7 @@ def expected_lengths(
     gamma = gamma or drafter.conventions.gamma
     text = [*prompt_ids, *answer]
     cache = target.new_cache(len(text))
-    stepped = target.step(torch.tensor([text], device=target.device), cache, drafter.conventions.target_layer_ids)
+    stepped = target.step(torch.tensor([text], device=target.device), cache, drafter.taps)
     read = Committed(text, stepped.hidden, stepped.last_hidden)
     state, known, lengths = drafter.start(len(text) + gamma), 0, []
     starts = [len(prompt_ids) + a for a in anchors]

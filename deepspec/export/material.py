@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from deepspec.data.chat import ChatRenderer
 
 T = TypeVar("T")
-SAMPLES = 24
+MIN_SAMPLES = 12
 MAX_NEW_TOKENS = 64
 
 
 def read_material(
     path: str | Path, renderer: ChatRenderer, *, prompts: int, max_new_tokens: int, stop_ids: Collection[int] = ()
 ) -> Material:
-    """Take ``prompts`` prompts and some samples, evenly spread over a conversation file.
+    """Take ``prompts`` prompts and twice as many samples, evenly spread over a conversation file.
 
     Args:
         path: The file (``data.test``).
@@ -39,7 +39,7 @@ def read_material(
     conversations = list(read_conversations(path))
     if not conversations:
         raise DataError(f"{path} holds no conversation: correct data.test")
-    rendered = [renderer.render(conversation) for conversation in spread(conversations, SAMPLES)]
+    rendered = [renderer.render(conversation) for conversation in spread(conversations, max(MIN_SAMPLES, 2 * prompts))]
     return Material(
         samples=[sample for sample in rendered if isinstance(sample, Sample)],
         prompts=[prompt.ids for prompt in spread(read_prompts(path, renderer), prompts)],

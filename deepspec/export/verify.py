@@ -232,7 +232,7 @@ def _slots(drafter: Drafter, target: DecodingTarget, sample: Sample) -> Iterator
     """Yield what drafter and target say about the slots of each block, both [k, V], given the sample's own tokens."""
     ids = sample.input_ids[:MAX_SAMPLE_TOKENS]
     tokens = torch.tensor([ids], device=target.device)
-    stepped = target.step(tokens, target.new_cache(len(ids)), drafter.conventions.target_layer_ids)
+    stepped = target.step(tokens, target.new_cache(len(ids)), drafter.taps)
     text = Committed(ids, stepped.hidden, stepped.last_hidden)
     state, read = drafter.start(len(ids)), 0
     for anchor in anchors_of(sample):

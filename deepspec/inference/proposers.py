@@ -112,7 +112,7 @@ class DrafterProposer:
 
     def __init__(self, drafter: Drafter, confidence_threshold: float | None = None) -> None:
         self.gamma = drafter.conventions.gamma
-        self.layer_ids = drafter.conventions.target_layer_ids
+        self.layer_ids = drafter.taps
         self._drafter = drafter
         self._threshold = confidence_threshold
         self._state: Any = None

@@ -84,7 +84,8 @@ class Target:
                 position_ids=batch.position_ids if packed else None,
                 use_cache=False,
             )
-        return Features(hidden=_join(taps, layer_ids), last_hidden=output.last_hidden_state)
+        last_hidden = output.last_hidden_state
+        return Features(hidden=_join(taps, layer_ids, last_hidden), last_hidden=last_hidden)
 
     def new_cache(self, max_length: int) -> TargetCache:
         """Return an empty cache for sequences of about ``max_length`` positions; it grows if they get longer."""
@@ -105,7 +106,7 @@ class Target:
         with self._capture(layer_ids) as taps:
             last_hidden = self.forward_cached(input_ids, cache)  # [1, t, D]
         wanted = last_hidden[0] if num_logits is None else last_hidden[0, last_hidden.shape[1] - num_logits :]
-        hidden = _join(taps, layer_ids)[0] if layer_ids else last_hidden.new_empty(last_hidden.shape[1], 0)
+        hidden = _join(taps, layer_ids, last_hidden)[0]
         return StepFeatures(self.head.logits(wanted).float(), hidden, last_hidden[0])
 
     def crop(self, cache: TargetCache, length: int) -> None:
@@ -185,8 +186,9 @@ class Target:
         )
 
 
-def _join(taps: dict[int, Tensor], layer_ids: Sequence[int]) -> Tensor:
-    return torch.cat([taps[layer] for layer in layer_ids], dim=-1)  # [B, T, C*D]
+def _join(taps: dict[int, Tensor], layer_ids: Sequence[int], like: Tensor) -> Tensor:
+    """Join the outputs [B, T, D] of layers to [B, T, C*D]; without a layer it is as long as ``like`` [B, T, D]."""
+    return torch.cat([taps[layer] for layer in layer_ids], dim=-1) if layer_ids else like[..., :0]
 
 
 def _close(mine: Tensor, theirs: Tensor) -> bool:

@@ -42,3 +42,15 @@ def test_one_rank(tmp_path: Path) -> None:
     out = tmp_path / "measured.json"
     assert start_ranks("tests.numerics.splits_worker", str(out), *FAST_ENGINES, world_size=1) == [0]
     check(json.loads(out.read_text()), FAST_ENGINES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_drafter_on_two_ranks(tmp_path: Path) -> None:
+    """Layers that run several times in a forward pass, and matrices lent to the loss, are gathered where used."""
+    out = tmp_path / "measured.json"
+    assert start_ranks("tests.numerics.drafters_worker", str(out), world_size=2) == [0, 0]
+    measured = json.loads(out.read_text())
+    assert len(measured) == 12
+    for name, distance in measured.items():
+        assert distance <= GRADIENT, f"{name}: the gradient is off by {distance:.2e}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from deepspec.drafters.dflash.config import BlockConfig
+from deepspec.drafters.blocks.options import BlockOptions
 
 if TYPE_CHECKING:
     from deepspec.contracts import TargetInfo
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DSparkConfig(BlockConfig):
+class DSparkConfig(BlockOptions):
     """DSpark: a parallel block drafter with a semi-autoregressive Markov head and a confidence head."""
 
     markov_head: Literal["vanilla", "gated", "rnn", "none"] = field(

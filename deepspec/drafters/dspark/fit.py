@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspec.drafters.dflash.fit import logit_metric
-from deepspec.drafters.dflash.least_squares import LeastSquares, root, widen
+from deepspec.drafters.blocks.fit import logit_metric
+from deepspec.drafters.blocks.least_squares import LeastSquares, root, widen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deepspec.drafters.dflash.fit import Example
+    from deepspec.drafters.blocks.fit import Example
     from deepspec.drafters.dspark.heads import MarkovHead
     from deepspec.drafters.dspark.model import DSparkDrafter
 

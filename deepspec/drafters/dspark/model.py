@@ -11,7 +11,7 @@ import torch
 
 from deepspec.contracts import LossOutput, Ratio
 from deepspec.drafters import objective
-from deepspec.drafters.dflash.model import DFlashDrafter
+from deepspec.drafters.blocks.model import BlockDrafter
 from deepspec.drafters.dspark.fit import fit_markov
 from deepspec.drafters.dspark.heads import MARKOV_HEADS, BlockBias, ConfidenceHead, MarkovHead
 from deepspec.losses.rows import binary_cross_entropy
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.contracts import Batch, Features, TargetInfo
-    from deepspec.drafters.dflash.propose import TokenBias
+    from deepspec.drafters.blocks.decoding import TokenBias
     from deepspec.drafters.dspark.config import DSparkConfig
     from deepspec.drafters.objective import Rows
     from deepspec.losses.fused import BlockLoss
 
 
-class DSparkDrafter(DFlashDrafter):
+class DSparkDrafter(BlockDrafter):
     """The backbone with a Markov and a confidence head."""
 
     config: DSparkConfig

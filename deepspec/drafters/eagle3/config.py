@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from deepspec.drafters.chain_config import ChainConfig
+from deepspec.drafters.chains.options import ChainOptions
 
 if TYPE_CHECKING:
     from deepspec.contracts import TargetInfo
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Eagle3Config(ChainConfig):
+class Eagle3Config(ChainOptions):
     """Eagle3: an autoregressive drafter on fused features, trained along its own drafts (training-time test)."""
 
     ttt_length: int = field(default=7, metadata={"help": "Steps of the training-time test: drafted tokens of a block"})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from deepspec.drafters.chain import ChainDrafter
+from deepspec.drafters.chains.model import ChainDrafter
 from deepspec.nn.block import BlockShape
 from deepspec.nn.chain import ChainLayer
 

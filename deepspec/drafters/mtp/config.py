@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deepspec.drafters.chain_config import ChainConfig
+from deepspec.drafters.chains.options import ChainOptions
 
 if TYPE_CHECKING:
     from deepspec.contracts import TargetInfo
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MTPConfig(ChainConfig):
+class MTPConfig(ChainOptions):
     """MTP-1: the next-next-token module of DeepSeek-V3, which drafts one token."""
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from deepspec.drafters.chain import ChainDrafter
+from deepspec.drafters.chains.model import ChainDrafter
 from deepspec.nn.block import BlockShape
 from deepspec.nn.chain import ChainLayer
 from deepspec.nn.norm import RMSNorm
@@ -36,6 +36,11 @@ class MTPDrafter(ChainDrafter):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList(ChainLayer(shape, head_norms=False) for _ in range(config.num_layers))
         self.reset()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """No layer: the last state is all that is read."""
+        return ()
 
     def first_states(self, hidden: Tensor, last_hidden: Tensor) -> Tensor:  # noqa: ARG002 - the base's signature
         """Return the target's last states [..., D]."""

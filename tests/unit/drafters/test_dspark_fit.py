@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from deepspec.contracts import Batch, Features
-from deepspec.drafters.dflash import model as model_module
-from deepspec.drafters.dflash.fit import NEAREST, SIDE, TOKEN, _parts, _sketches
-from deepspec.drafters.dflash.least_squares import LeastSquares
+from deepspec.drafters.blocks import model as model_module
+from deepspec.drafters.blocks.fit import NEAREST, SIDE, TOKEN, _parts, _sketches
+from deepspec.drafters.blocks.least_squares import LeastSquares
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.nn.head import FrozenHead

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from deepspec.drafters.base import Drafter
-from deepspec.drafters.dflash.initialise import norm_weight
+from deepspec.drafters.blocks.initialise import norm_weight
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.errors import ConfigError

@@ -57,7 +57,9 @@ class Copied(torch.nn.Linear):
 def test_every_rank_gets_the_first_ones_weights(init: str) -> None:
     """The ranks exchange them where their process group can, on their devices (here one that is no CPU)."""
     ranks = ManyRanks(0, 0, 2, torch.device("meta"))
-    config: Any = SimpleNamespace(drafter=SimpleNamespace(init=init, fit_samples=1))
+    config: Any = SimpleNamespace(
+        drafter=SimpleNamespace(init=init, fit_samples=1), train=SimpleNamespace(warm_start=None)
+    )
     drafter: Any = Copied(2, 2)
     inputs: Any = SimpleNamespace(first_batches=lambda anchors: iter(batches(8)))
     target: Any = SimpleNamespace(model=None)

@@ -57,6 +57,7 @@ class ToyDrafter:
     def __init__(self, logits: Tensor, gamma: int = 5, confidence: Tensor | None = None) -> None:
         self.logits = logits
         self.conventions = SimpleNamespace(gamma=gamma, target_layer_ids=(0,))
+        self.taps = (0,)
         self.confidence = confidence  # [V], by the token before the slot
         self.positions: list[float] = []
 

@@ -8,7 +8,7 @@ from deepspec.drafters.options import DrafterOptions
 
 
 @dataclass(frozen=True)
-class ChainConfig(DrafterOptions):
+class ChainOptions(DrafterOptions):
     """Autoregressive drafters: one layer, and the target's distribution as what is learned."""
 
     num_layers: int = field(default=1, metadata={"help": "Decoder layers of the drafter"})

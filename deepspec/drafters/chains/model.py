@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.contracts import Batch, Committed, Features, TargetInfo, TokenSampler
-    from deepspec.drafters.chain_config import ChainConfig
+    from deepspec.drafters.chains.options import ChainOptions
     from deepspec.nn.attention import AttentionBackend
 
 INITIAL_STD = 0.02
@@ -56,7 +56,7 @@ class ChainDrafter(Drafter):
     layers: nn.ModuleList
 
     def __init__(
-        self, *, config: ChainConfig, target: TargetInfo, target_layer_ids: tuple[int, ...], mask_token_id: int
+        self, *, config: ChainOptions, target: TargetInfo, target_layer_ids: tuple[int, ...], mask_token_id: int
     ) -> None:
         super().__init__()
         self.config, self.target = config, target

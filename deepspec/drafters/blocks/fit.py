@@ -32,8 +32,8 @@ import torch
 from torch.nn import functional
 
 from deepspec.drafters import objective
-from deepspec.drafters.dflash.initialise import passed_tap
-from deepspec.drafters.dflash.least_squares import (
+from deepspec.drafters.blocks.initialise import passed_tap
+from deepspec.drafters.blocks.least_squares import (
     LeastSquares,
     leading_inputs,
     quiet_directions,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.contracts import Batch, Features
-    from deepspec.drafters.dflash.model import BlockArguments, DFlashDrafter
+    from deepspec.drafters.blocks.model import BlockArguments, BlockDrafter
 
     Example = tuple[Batch, Features]
 
@@ -76,7 +76,7 @@ HEAD_ROWS = 2**14  # rows of the head that stand for all of them in the metric
 
 
 @torch.no_grad()
-def fit_first_layer(drafter: DFlashDrafter, examples: Sequence[Example]) -> str:
+def fit_first_layer(drafter: BlockDrafter, examples: Sequence[Example]) -> str:
     """Fit the first layer of a drafter whose other layers are the target's last ones.
 
     ``examples`` are batches with the target's features; a few hundred samples with many anchors are enough. Returns a
@@ -94,7 +94,7 @@ class _Rows:
     target's features.
     """
 
-    drafter: DFlashDrafter
+    drafter: BlockDrafter
     batch: Batch
     around: Tensor  # [B, T, D] the context
     slots: objective.Rows
@@ -134,7 +134,7 @@ class _Rows:
 class _LayerFit:
     """The first layer, its examples, and the steps of the fit in their order."""
 
-    def __init__(self, drafter: DFlashDrafter, examples: Sequence[Example]) -> None:
+    def __init__(self, drafter: BlockDrafter, examples: Sequence[Example]) -> None:
         self.drafter, self.layer = drafter, drafter.decoder_layers[0]
         self.width, self.device = drafter.fc.out_features, drafter.fc.weight.device
         self.tap = slice(passed_tap(drafter) * self.width, (passed_tap(drafter) + 1) * self.width)
@@ -372,7 +372,7 @@ def _parts(frequencies: Tensor, dim: int) -> _Parts:
     return _Parts(near, still, torch.eye(dim, device=weights.device)[torch.cat((places, places + pairs))])
 
 
-def _sketches(drafter: DFlashDrafter, tokens: Tensor, size: int) -> Tensor:
+def _sketches(drafter: BlockDrafter, tokens: Tensor, size: int) -> Tensor:
     """Return a vector of length 1 for every token, [V, size]; those that ``tokens`` holds are nearly orthogonal."""
     head = drafter.head
     embedding = head.embed(torch.arange(head.embedding.shape[0], device=tokens.device)).float()
@@ -383,7 +383,7 @@ def _sketches(drafter: DFlashDrafter, tokens: Tensor, size: int) -> Tensor:
     return functional.normalize((embedding - mean) @ whiten @ turn[:, :size], dim=1)
 
 
-def logit_metric(drafter: DFlashDrafter, scale: Tensor | None = None) -> Tensor:
+def logit_metric(drafter: BlockDrafter, scale: Tensor | None = None) -> Tensor:
     """Return the mean square of a logit's change as a form [D, D] on states, multiplied by ``scale`` first."""
     weight = drafter.head.weight
     rows = weight[:: max(1, weight.shape[0] // HEAD_ROWS)].float()

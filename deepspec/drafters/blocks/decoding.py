@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.contracts import TokenSampler
-    from deepspec.drafters.dflash.model import DFlashDrafter
+    from deepspec.drafters.blocks.model import BlockDrafter
     from deepspec.nn.block import DrafterLayer
 
 
@@ -51,7 +51,7 @@ class DecodingState:
 
 
 @torch.no_grad()
-def start(drafter: DFlashDrafter, max_length: int) -> DecodingState:
+def start(drafter: BlockDrafter, max_length: int) -> DecodingState:
     """Return an empty state for one sequence of at most ``max_length`` positions."""
     size, weight = drafter.conventions.block_size, drafter.fc.weight
     shape = (1, drafter.target.num_key_value_heads, max_length + size, drafter.target.head_dim)
@@ -62,7 +62,7 @@ def start(drafter: DFlashDrafter, max_length: int) -> DecodingState:
 
 
 @torch.no_grad()
-def extend(drafter: DFlashDrafter, state: DecodingState, hidden: Tensor) -> None:
+def extend(drafter: BlockDrafter, state: DecodingState, hidden: Tensor) -> None:
     """Append the target's features [t, C*D] of the next t committed positions."""
     first, last = state.length, state.length + hidden.shape[0]
     if last > state.max_length:
@@ -80,7 +80,7 @@ def extend(drafter: DFlashDrafter, state: DecodingState, hidden: Tensor) -> None
 
 @torch.no_grad()
 def propose(
-    drafter: DFlashDrafter, state: DecodingState, anchor: int, num_tokens: int, sampler: TokenSampler
+    drafter: BlockDrafter, state: DecodingState, anchor: int, num_tokens: int, sampler: TokenSampler
 ) -> Proposal:
     """Draft ``num_tokens`` tokens after ``anchor``, which sits right behind the state's positions."""
     if not 1 <= num_tokens <= drafter.conventions.gamma:
@@ -92,7 +92,7 @@ def propose(
     return _sample(drafter, states, anchor, sampler)
 
 
-def _block_states(drafter: DFlashDrafter, state: DecodingState, anchor: int) -> Tensor:
+def _block_states(drafter: BlockDrafter, state: DecodingState, anchor: int) -> Tensor:
     """Return the final-normed states [N, D] of the block at ``anchor``."""
     size, first = drafter.conventions.block_size, state.length
     x = drafter.block_inputs(torch.tensor([anchor], device=state.cos.device))  # [1, N, D]
@@ -108,7 +108,7 @@ def _layer(
     state: DecodingState,
     index: int,
     rotation: tuple[Tensor, Tensor],
-    drafter: DFlashDrafter,
+    drafter: BlockDrafter,
 ) -> Tensor:
     attention, end = layer.self_attn, state.length + x.shape[1]
     normed = layer.input_layernorm(x)
@@ -144,7 +144,7 @@ def _window_mask(window: int | None, size: int, device: torch.device) -> Tensor 
     return ((column >= row) | (column >= window - 1))[None, None]
 
 
-def _sample(drafter: DFlashDrafter, states: Tensor, anchor: int, sampler: TokenSampler) -> Proposal:
+def _sample(drafter: BlockDrafter, states: Tensor, anchor: int, sampler: TokenSampler) -> Proposal:
     """Draw the tokens of ``states`` [k, D] one after the other; the head's product is shared by all slots."""
     vocabulary, bias = drafter.vocabulary, drafter.token_bias(states)
     base = drafter.draft_head.logits(states).float()  # [k, V], or [k, Vd] of a reduced vocabulary

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from deepspec.drafters.dflash.model import DFlashDrafter
+    from deepspec.drafters.blocks.model import BlockDrafter
     from deepspec.nn.block import ContextAttention, DrafterLayer
 
 PROBE_TOKENS = 64
@@ -37,7 +37,7 @@ INTERLEAVED_ROPE = ("cohere", "cohere2")  # these turn channels (2i, 2i+1) toget
 
 
 @torch.no_grad()
-def initialise_from(drafter: DFlashDrafter, target_model: nn.Module, *, first: int = 0) -> list[str]:
+def initialise_from(drafter: BlockDrafter, target_model: nn.Module, *, first: int = 0) -> list[str]:
     """Copy what fits from the target's own layers; return a line for each part that was taken or left.
 
     The drafter's layers before ``first`` stay as they are.
@@ -84,7 +84,7 @@ def norm_weight(norm: object, width: int) -> Tensor | None:
     return (norm(signs.to(parameter.dtype)[None, None])[0, 0].float() * signs).cpu()
 
 
-def _shared_input_norm(drafter: DFlashDrafter, sources: list[nn.Module]) -> Tensor:
+def _shared_input_norm(drafter: BlockDrafter, sources: list[nn.Module]) -> Tensor:
     """Return the geometric mean [D] of the input norms, kept away from zero so that it can be divided by."""
     width = drafter.target.hidden_size
     weights = [norm_weight(getattr(source, "input_layernorm", None), width) for source in sources]
@@ -199,7 +199,7 @@ def _copy_mlp(layer: DrafterLayer, source: nn.Module, residual: float) -> list[s
     return ["MLP"]
 
 
-def _copy_final_norm(drafter: DFlashDrafter, parent: nn.Module) -> str:
+def _copy_final_norm(drafter: BlockDrafter, parent: nn.Module) -> str:
     weight = norm_weight(getattr(parent, "norm", None), drafter.target.hidden_size)
     if weight is None:
         return "norm stays at one: the target's final norm has another form"
@@ -207,7 +207,7 @@ def _copy_final_norm(drafter: DFlashDrafter, parent: nn.Module) -> str:
     return "norm from the target's final norm"
 
 
-def passed_tap(drafter: DFlashDrafter) -> int:
+def passed_tap(drafter: BlockDrafter) -> int:
     """Return the place among the captured layers of the one that ``fc`` passes on.
 
     It serves the layers behind ``layers.0``: it is what the first of them reads in the target, or else the last.
@@ -217,12 +217,12 @@ def passed_tap(drafter: DFlashDrafter) -> int:
     return ids.index(wanted) if wanted in ids else len(ids) - 1
 
 
-def _read_by_copies(drafter: DFlashDrafter) -> int:
+def _read_by_copies(drafter: BlockDrafter) -> int:
     """Return the target's layer whose output the copies behind ``layers.0`` start from."""
     return drafter.target.num_layers - len(drafter.layers)
 
 
-def _pass_tap_on(drafter: DFlashDrafter) -> str:
+def _pass_tap_on(drafter: BlockDrafter) -> str:
     """Let ``fc`` hand one captured layer on; the other layers start at zero and are learned."""
     width, place = drafter.fc.out_features, passed_tap(drafter)
     drafter.fc.weight.zero_()
