@@ -1,6 +1,6 @@
 """DSpark: a parallel block drafter whose tokens depend on each other through a small sequential head.
 
-The backbone is that of all block drafters, anchor-first. Tensor names are the published ones, which serving stacks load.
+The backbone is that of all block drafters, anchor-first. Tensor names are the published ones, as serving stacks load.
 """
 
 from __future__ import annotations
