@@ -37,6 +37,8 @@ COURSE = (
     "drafter.",
     "optim.",
     "data.anchors_per_sample",
+    "data.anchor_share",
+    "data.row_tokens",
     "engine.global_batch_size",
     "engine.precision",
     "engine.loss_precision",

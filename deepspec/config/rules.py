@@ -62,8 +62,9 @@ def _positive(run: RunConfig) -> Iterator[str]:
 
 
 _AT_LEAST_ONE = (
-    "data.max_length", "data.anchors_per_sample", "data.limit", "generate.max_new_tokens", "generate.batch_size",
-    "engine.micro_batch_size", "engine.global_batch_size", "engine.threads", "engine.initial_loss_scale",
+    "data.max_length", "data.row_tokens", "data.anchors_per_sample", "data.limit", "generate.max_new_tokens",
+    "generate.batch_size", "engine.micro_batch_size", "engine.global_batch_size", "engine.threads",
+    "engine.initial_loss_scale",
     "train.epochs", "train.max_steps", "train.log_every", "train.validate_every", "train.save_every", "train.keep",
     "train.max_bad_steps", "evaluate.limit", "evaluate.max_new_tokens", "evaluate.gamma", "evaluate.threads",
     "evaluate.bootstrap", "evaluate.timing_new_tokens", "plan.ranks", "plan.samples", "plan.tokens_per_sample",
@@ -118,13 +119,21 @@ def _shorthand(run: RunConfig) -> Iterator[str]:
 
 
 def _batch(run: RunConfig) -> Iterator[str]:
-    """Accumulation is derived, so the three numbers have to fit."""
+    """Accumulation is derived, so the three numbers have to fit; packed rows are as many as they are."""
     micro, total, ranks = run.engine.micro_batch_size, run.engine.global_batch_size, world_size()
-    if min(micro, total) >= 1 and total % (micro * ranks):
+    if run.data.row_tokens is None and min(micro, total) >= 1 and total % (micro * ranks):
         yield (
             f"engine.global_batch_size={total}: must be a multiple of engine.micro_batch_size={micro} x {ranks} "
             f"rank{'s' if ranks > 1 else ''} = {micro * ranks}; change either, or the number of ranks"
         )
+
+
+def _packing(run: RunConfig) -> Iterator[str]:
+    data = run.data
+    if data.row_tokens is not None and 1 <= data.row_tokens < data.max_length:
+        yield f"data.row_tokens={data.row_tokens}: must hold the longest sample, data.max_length={data.max_length}"
+    if data.anchor_share is not None and not 0 < data.anchor_share <= 1:
+        yield f"data.anchor_share={data.anchor_share}: must be above 0 and at most 1, or null"
 
 
 def _engine(run: RunConfig) -> Iterator[str]:
@@ -138,7 +147,7 @@ def _engine(run: RunConfig) -> Iterator[str]:
 
 
 _RULES: tuple[Rule, ...] = (_positive, _repeats, _layer_ids, _betas, _drafter, _shorthand)
-_TRAINING_RULES: tuple[Rule, ...] = (_batch, _engine)
+_TRAINING_RULES: tuple[Rule, ...] = (_batch, _packing, _engine)
 
 
 def _data_files(run: RunConfig) -> Iterator[str]:

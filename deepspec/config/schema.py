@@ -55,7 +55,14 @@ class DataConfig:
     validation: str | None = key("Conversation file for the losses printed while training", None)
     test: str | None = key("Conversation file for evaluate", None)
     max_length: int = key("Tokens of a sample; longer ones are cut, and dropped when nothing supervised is left", 2048)
+    row_tokens: int | None = key(
+        "Tokens of a row that several samples are packed into; null gives each sample a row of its own, padded", None
+    )
     anchors_per_sample: int = key("Most anchors drawn from one sample in one epoch", 512)
+    anchor_share: float | None = key(
+        "Share of a sample's supervised tokens that become anchors, at most anchors_per_sample of them; null is all",
+        None,
+    )
     limit: int | None = key("Use the first N conversations of each file only", None)
 
 
@@ -86,7 +93,7 @@ class EngineConfig:
 
     kind: Literal["plain", "deepspeed"] = key("plain is PyTorch alone; deepspeed adds ZeRO")
     precision: Precision = key("Precision of the drafter's forward and backward pass; masters stay fp32")
-    micro_batch_size: int = key("Samples of one forward pass on one rank")
+    micro_batch_size: int = key("Rows of one forward pass on one rank: samples, or packed rows (data.row_tokens)")
     global_batch_size: int = key("Samples of one optimiser step over all ranks; accumulation follows from it")
     zero_stage: Literal[0, 1, 2, 3] = key("ZeRO stage (deepspeed only)", 0)
     loss_precision: Literal["auto", "exact", "common_mode"] = key(

@@ -7,6 +7,7 @@ same sample gets the same anchors on any rank, in any micro-batch, before and af
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,9 +19,17 @@ def anchor_candidates(loss_mask: Sequence[bool]) -> np.ndarray:
     return np.flatnonzero(mask[:-1] & mask[1:])
 
 
-def draw_anchors(loss_mask: Sequence[bool], seed: int, epoch: int, sample_id: str, count: int) -> list[int]:
-    """Return at most ``count`` anchors of a sample, ascending positions inside the sample."""
+def draw_anchors(
+    loss_mask: Sequence[bool], seed: int, epoch: int, sample_id: str, count: int, share: float | None = None
+) -> list[int]:
+    """Return at most ``count`` anchors of a sample, ascending positions inside the sample.
+
+    With a ``share`` in (0, 1] no more than that part of its candidates, rounded up: each document is then trained on
+    in proportion to what is supervised in it, however many documents lie in a row.
+    """
     candidates = anchor_candidates(loss_mask)
+    if share is not None:
+        count = min(count, math.ceil(share * len(candidates)))
     if len(candidates) > count:
         rng = np.random.default_rng(_entropy(seed, epoch, sample_id))
         candidates = np.sort(rng.choice(candidates, size=count, replace=False))

@@ -13,32 +13,41 @@ from contextlib import suppress
 
 from deepspec.contracts import Batch, Sample
 from deepspec.data.anchors import draw_anchors
-from deepspec.data.collate import collate
-from deepspec.data.sampler import BatchPlan, Entry
+from deepspec.data.collate import Document, collate
+from deepspec.data.sampler import BatchPlan, Entry, Row
 
 _Item = tuple[int, list[Batch]] | BaseException | None
 
 
 class BatchMaker:
-    """Turns the entries of a plan into batches."""
+    """Turns the rows of a plan into batches."""
 
-    def __init__(self, samples: Sequence[Sample], *, seed: int, anchors_per_sample: int, pad_id: int = 0) -> None:
-        """Draw at most ``anchors_per_sample`` anchors of each sample from (``seed``, epoch, sample id)."""
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        *,
+        seed: int,
+        anchors_per_sample: int,
+        anchor_share: float | None = None,
+        pad_id: int = 0,
+    ) -> None:
+        """Draw anchors from (``seed``, epoch, sample id), at most as many as ``draw_anchors`` says of the other two."""
         self.samples = samples
         self.seed = seed
         self.anchors_per_sample = anchors_per_sample
+        self.anchor_share = anchor_share
         self.pad_id = pad_id
 
-    def __call__(self, entries: Sequence[Entry]) -> Batch:
+    def __call__(self, rows: Sequence[Row]) -> Batch:
         """Return one micro-batch."""
-        samples = [self.samples[entry.index] for entry in entries]
-        anchors = [self._anchors(entry, sample) for entry, sample in zip(entries, samples, strict=True)]
-        return collate(samples, anchors, self.pad_id)
+        return collate([[self._document(entry) for entry in row] for row in rows], self.pad_id)
 
-    def _anchors(self, entry: Entry, sample: Sample) -> list[int]:
+    def _document(self, entry: Entry) -> Document:
+        sample = self.samples[entry.index]
         if not entry.counted:
-            return []
-        return draw_anchors(sample.loss_mask, self.seed, entry.epoch, sample.id, self.anchors_per_sample)
+            return Document(sample, ())
+        limits = (self.anchors_per_sample, self.anchor_share)
+        return Document(sample, draw_anchors(sample.loss_mask, self.seed, entry.epoch, sample.id, *limits))
 
 
 class BatchLoader:
@@ -74,7 +83,7 @@ class BatchLoader:
     def _fill(self, items: queue.Queue[_Item], stopped: threading.Event) -> None:
         try:
             for step in range(self.start, self.stop):
-                batches = [self.make(entries) for entries in self.plan.micro_batches(step, self.rank)]
+                batches = [self.make(rows) for rows in self.plan.micro_batches(step, self.rank)]
                 if not _put(items, (step, batches), stopped):
                     return
             _put(items, None, stopped)

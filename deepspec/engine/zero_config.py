@@ -16,11 +16,12 @@ BUCKET_STEP = 1 << 10  # DeepSpeed wants even sizes
 
 def deepspeed_config(engine: EngineConfig, optim: OptimConfig, world_size: int, num_parameters: int) -> dict[str, Any]:
     """Return the dict that ``deepspeed.initialize`` takes."""
+    accumulation = max(1, engine.global_batch_size // (engine.micro_batch_size * world_size))
     bucket = min(MAX_BUCKET_ELEMENTS, math.ceil(num_parameters / BUCKET_STEP) * BUCKET_STEP)
     config: dict[str, Any] = {
-        "train_batch_size": engine.global_batch_size,
+        "train_batch_size": engine.micro_batch_size * world_size * accumulation,  # checked there, and used for nothing
         "train_micro_batch_size_per_gpu": engine.micro_batch_size,
-        "gradient_accumulation_steps": engine.global_batch_size // (engine.micro_batch_size * world_size),
+        "gradient_accumulation_steps": accumulation,
         "managed_gradient_accumulation": False,
         "gradient_clipping": optim.clip_norm if engine.zero_stage > 0 else 0.0,
         "communication_data_type": "fp32",

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from deepspec.contracts import Features
-from deepspec.errors import ConfigError
 from deepspec.losses.fused import whole_sums
+from deepspec.nn.spans import document_spans, one_document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from deepspec.contracts import Batch
     from deepspec.nn.head import FrozenHead
+    from deepspec.nn.spans import Span
     from deepspec.targets.target import Target
 
 
@@ -76,7 +77,7 @@ class RememberedFeatures:
     """Features of samples that stay in memory for the epochs that follow, as long as there is room.
 
     The source is run on one sample at a time and without padding: what it says of a sample is then the same to the
-    last bit whichever batch the sample comes in, before and after a resume.
+    last bit whichever row and batch the sample comes in, before and after a resume.
     """
 
     def __init__(self, source: FeatureSource, max_bytes: int) -> None:
@@ -84,24 +85,22 @@ class RememberedFeatures:
         self._kept: dict[str, tuple[Tensor, Features]] = {}
 
     def __call__(self, batch: Batch) -> Features:
-        """Return the features of ``batch``, zeros where it is padded.
+        """Return the features of ``batch``, zeros where it is padded."""
+        spans = document_spans(batch)
+        if len(spans) != len(batch.sample_ids):
+            raise RuntimeError(f"a batch of {len(spans)} documents names {len(batch.sample_ids)} samples")
+        found = [self._document(name, batch, span) for name, span in zip(batch.sample_ids, spans, strict=True)]
+        parts = {name: [getattr(features, name) for features in found] for name in _PARTS}
+        shape = batch.input_ids.shape
+        return Features(**{name: _laid_out(part, spans, shape) for name, part in parts.items() if part[0] is not None})
 
-        Raises:
-            ConfigError: a row holds several samples.
-        """
-        rows = [self._row(sample, batch, index) for index, sample in enumerate(_names(batch))]
-        width = batch.input_ids.shape[1]
-        parts = {name: [getattr(row, name) for row in rows] for name in _PARTS}
-        return Features(**{name: _stack(part, width) for name, part in parts.items() if part[0] is not None})
-
-    def _row(self, sample: str, batch: Batch, index: int) -> Features:
-        """Return the features of one row, [1, t, ...] for its t tokens."""
-        length = int((batch.segment_ids[index] > 0).sum())
-        tokens = batch.input_ids[index, :length]
+    def _document(self, sample: str, batch: Batch, span: Span) -> Features:
+        """Return the features of one document, [1, t, ...] for its t tokens."""
+        tokens = batch.input_ids[span.row, span.start : span.stop]
         known, features = self._kept.get(sample, (None, None))
         if known is not None and features is not None and known.equal(tokens):
             return features
-        features = self._source(_one_row(batch, index, length))
+        features = self._source(one_document(batch, span))
         parts = [getattr(features, name) for name in _PARTS]
         size = sum(x.numel() * x.element_size() for x in parts if x is not None)
         if sample not in self._kept and size <= self._room:
@@ -110,31 +109,12 @@ class RememberedFeatures:
         return features
 
 
-def _names(batch: Batch) -> Sequence[str]:
-    if len(batch.sample_ids) != batch.input_ids.shape[0]:
-        raise ConfigError(
-            f"a batch of {batch.input_ids.shape[0]} rows holds {len(batch.sample_ids)} samples, but features are "
-            "remembered for rows of one sample each: set features.memory_gib=0"
-        )
-    return batch.sample_ids
-
-
-def _one_row(batch: Batch, index: int, length: int) -> Batch:
-    """Return row ``index`` of a batch without its padding."""
-    tokens = {
-        name: getattr(batch, name)[index : index + 1, :length]
-        for name in ("input_ids", "segment_ids", "position_ids", "loss_mask")
-    }
-    anchors = {name: getattr(batch, name)[index : index + 1] for name in ("anchor_indices", "anchor_mask")}
-    return replace(batch, **tokens, **anchors, sample_ids=batch.sample_ids[index : index + 1])
-
-
-def _stack(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Join rows [1, t, ...] of different lengths to [B, width, ...]."""
-    joined = rows[0].new_zeros(len(rows), width, *rows[0].shape[2:])
-    for place, row in zip(joined, rows, strict=True):
-        place[: row.shape[1]] = row[0]
-    return joined
+def _laid_out(parts: Sequence[Tensor], spans: Sequence[Span], shape: torch.Size) -> Tensor:
+    """Put what belongs to each document, [1, t, ...], into its place of [B, T, ...]."""
+    whole = parts[0].new_zeros(*shape, *parts[0].shape[2:])
+    for part, span in zip(parts, spans, strict=True):
+        whole[span.row, span.start : span.stop] = part[0]
+    return whole
 
 
 def online_features(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn import functional
 
+from deepspec.nn.spans import Pieces
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,7 +19,7 @@ def attend(
     q: Tensor,  # [B, H, n, Dh]
     k: Tensor,  # [B, Hkv, s, Dh], H a multiple of Hkv
     v: Tensor,  # [B, Hkv, s, Dh]
-    mask: Tensor | None = None,  # [B, 1, n, s] bool, True may be seen; None: everything may
+    mask: Tensor | Pieces | None = None,  # [B, 1, n, s] bool, True may be seen; None: everything may
     *,
     backend: AttentionBackend = "sdpa",
 ) -> Tensor:
@@ -25,6 +27,10 @@ def attend(
 
     Kernels disagree about such a query (zeros, a mean, NaN), so it is given everything to see and its result dropped.
     """
+    if isinstance(mask, Pieces):
+        return mask.join(
+            q, v.shape[-1], lambda piece, own: attend(own, piece.of(k), piece.of(v), piece.mask, backend=backend)
+        )
     blind = None
     if mask is not None:
         blind = ~mask.any(-1, keepdim=True)  # [B, 1, n, 1]
@@ -47,4 +53,4 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).to(v.dtype)
-    return (weights @ v[:, :, None]).reshape(batch, heads, length, width)
+    return (weights @ v[:, :, None]).reshape(batch, heads, length, v.shape[-1])

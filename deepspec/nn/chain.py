@@ -16,6 +16,7 @@ from torch import nn
 from deepspec.nn.attention import attend
 from deepspec.nn.block import BlockShape, ContextAttention, SwiGLU
 from deepspec.nn.norm import RMSNorm
+from deepspec.nn.spans import Piece, Pieces, separable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,8 +59,14 @@ class ChainMemory:
 
     keys: Tensor  # [B, Hkv, T, Dh]
     values: Tensor
-    mask: Tensor  # [B, 1, A, T] what the chains see of the text
+    mask: Tensor | Pieces  # [B, 1, A, T] what the chains see of the text
     drafted: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # each [B, Hkv, A, Dh]
+
+    def of(self, piece: Piece) -> ChainMemory:
+        """Return the memory of a piece's chains."""
+        chains = (slice(piece.row, piece.row + 1), slice(None), piece.queries)
+        drafted = [(keys[chains], values[chains]) for keys, values in self.drafted]
+        return ChainMemory(piece.of(self.keys), piece.of(self.values), piece.mask, drafted)
 
 
 def attend_chain(queries: Tensor, memory: ChainMemory, backend: AttentionBackend) -> Tensor:
@@ -67,15 +74,18 @@ def attend_chain(queries: Tensor, memory: ChainMemory, backend: AttentionBackend
 
     ``backend`` is for chains without a drafted row; with them no kernel has the pattern, so it is written out.
     """
+    mask = memory.mask
+    if isinstance(mask, Pieces):
+        return mask.join(queries, queries.shape[-1], lambda piece, own: attend_chain(own, memory.of(piece), backend))
     if not memory.drafted:
-        return attend(queries, memory.keys, memory.values, memory.mask, backend=backend)
+        return attend(queries, memory.keys, memory.values, mask, backend=backend)
     batch, heads, chains, width = queries.shape
     groups = memory.keys.shape[1]
     queries = (queries * width**-0.5).view(
         batch, groups, heads // groups, chains, width
     )  # fp16 products could overflow
     of_text = (queries @ memory.keys[:, :, None].transpose(-1, -2)).float()  # [B, Hkv, G, A, T]
-    of_text = of_text.masked_fill(~memory.mask[:, :, None], torch.finfo(of_text.dtype).min)
+    of_text = of_text.masked_fill(~mask[:, :, None], torch.finfo(of_text.dtype).min)
     own_keys, own_values = (torch.stack(parts, dim=3)[:, :, None] for parts in zip(*memory.drafted, strict=True))
     of_own = (queries[..., None, :].float() * own_keys.float()).sum(-1)  # [B, Hkv, G, A, steps]
     weights = torch.cat((of_text, of_own), dim=-1).softmax(-1).to(queries.dtype)
@@ -97,6 +107,35 @@ def chain_mask(batch: Batch, window: int | None, rows: Tensor, ahead: int) -> Te
         position = batch.position_ids.gather(1, rows)[..., None] + ahead
         seen = seen & (batch.position_ids[:, None] > position - window)
     return seen[:, None]
+
+
+def text_visible(batch: Batch, window: int | None) -> Tensor | Pieces:
+    """Return what every row of the text sees of it, as ``chain_mask`` or, of packed rows, document by document."""
+    found = separable(batch)
+    if found is None:
+        every = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
+        return chain_mask(batch, window, every, 0)
+    return Pieces(
+        [
+            Piece(one.span.row, one.place, (one.place,), chain_mask(one.batch, window, one.batch.position_ids, 0))
+            for one in found
+        ]
+    )
+
+
+def chains_visible(batch: Batch, window: int | None, ahead: int) -> Tensor | Pieces:
+    """Return what the chains of all anchors see of the text, ``ahead`` positions behind their first row.
+
+    The first row of the chain at anchor a is row a - 1 of the text.
+    """
+    found = separable(batch)
+    if found is None:
+        return chain_mask(batch, window, (batch.anchor_indices - 1).clamp(min=0), ahead)
+    pieces = []
+    for one in found:
+        mask = chain_mask(one.batch, window, one.batch.anchor_indices - 1, ahead)
+        pieces.append(Piece(one.span.row, one.anchors, (one.place,), mask))
+    return Pieces(pieces)
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepspec.nn.spans import Piece, Pieces, separable
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,6 +30,19 @@ def block_mask(batch: Batch, block_size: int, sliding_window: int | None = None)
     inside = (own[:, None] == own).expand(batch_rows, slots, slots)
     inside = inside & batch.anchor_mask.repeat_interleave(block_size, dim=1)[:, :, None]
     return torch.cat((context, inside), dim=-1)[:, None]
+
+
+def block_pieces(batch: Batch, block_size: int, sliding_window: int | None = None) -> Tensor | Pieces:
+    """Return what ``block_mask`` says, document by document where rows are packed and no kernel would skip the rest."""
+    found = separable(batch)
+    if found is None:
+        return block_mask(batch, block_size, sliding_window)
+    width, pieces = batch.input_ids.shape[1], []
+    for one in found:
+        slots = slice(one.anchors.start * block_size, one.anchors.stop * block_size)
+        keys = (one.place, slice(width + slots.start, width + slots.stop))
+        pieces.append(Piece(one.span.row, slots, keys, block_mask(one.batch, block_size, sliding_window)))
+    return Pieces(pieces)
 
 
 def block_positions(batch: Batch, block_size: int) -> Tensor:

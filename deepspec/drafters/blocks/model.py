@@ -21,7 +21,7 @@ from deepspec.drafters.blocks import decoding
 from deepspec.drafters.blocks.fit import fit_first_layer
 from deepspec.drafters.blocks.initialise import initialise_from
 from deepspec.nn.block import BlockShape, DrafterLayer
-from deepspec.nn.masks import block_mask, block_positions
+from deepspec.nn.masks import block_pieces, block_positions
 from deepspec.nn.norm import RMSNorm
 from deepspec.nn.rope import RotaryEmbedding
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from deepspec.drafters.objective import Rows
     from deepspec.nn.attention import AttentionBackend
     from deepspec.nn.block import Rotation
+    from deepspec.nn.spans import Pieces
 
 INITIAL_STD = 0.02
 
@@ -47,7 +48,7 @@ class BlockArguments(NamedTuple):
     context: Tensor  # [B, T, D]
     rotation: Rotation  # of the rows
     context_rotation: Rotation
-    mask: Tensor | None  # [B, 1, A*N, T + A*N]
+    mask: Tensor | Pieces | None  # [B, 1, A*N, T + A*N]
 
 
 class BlockDrafter(Drafter):
@@ -132,7 +133,7 @@ class BlockDrafter(Drafter):
             context=context,
             rotation=self.rope(places, x.dtype),
             context_rotation=self.rope(batch.position_ids[:, None], x.dtype),
-            mask=block_mask(batch, size, self.conventions.sliding_window),
+            mask=block_pieces(batch, size, self.conventions.sliding_window),
         )
 
     def block_states(self, batch: Batch, hidden: Tensor) -> Tensor:

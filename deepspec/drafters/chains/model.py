@@ -19,7 +19,15 @@ from deepspec.drafters import objective
 from deepspec.drafters.base import Drafter, require_finite
 from deepspec.errors import ConfigError
 from deepspec.nn.attention import attend
-from deepspec.nn.chain import ChainLayer, ChainMemory, attend_chain, chain_mask, pick_rotation, pick_rows
+from deepspec.nn.chain import (
+    ChainLayer,
+    ChainMemory,
+    attend_chain,
+    chains_visible,
+    pick_rotation,
+    pick_rows,
+    text_visible,
+)
 from deepspec.nn.norm import RMSNorm
 from deepspec.nn.rope import RotaryEmbedding
 
@@ -113,7 +121,7 @@ class ChainDrafter(Drafter):
 
     def block_states(self, batch: Batch, features: Features) -> Tensor:
         """Run the chains of all anchors side by side; return final-normed states [B, A, K, D]."""
-        gamma, width = self.conventions.gamma, batch.input_ids.shape[1]
+        gamma, window, width = self.conventions.gamma, self.conventions.sliding_window, batch.input_ids.shape[1]
         start = (batch.anchor_indices - 1).clamp(min=0)  # [B, A] the row of each block's first slot
         states, memories = self._text(batch, features, start)
         found = [states]
@@ -122,7 +130,7 @@ class ChainDrafter(Drafter):
             embeddings = self._embed(tokens)
             position = batch.position_ids.gather(1, start) + step
             rotation = self.rope(position[:, None], states.dtype)
-            seen = None if self.conventions.sliding_window is None else self._mask(batch, start, step)
+            seen = None if window is None else chains_visible(batch, window, step)
             states = self.enter(states, embeddings)
             for layer, memory in zip(self.chain_layers, memories, strict=True):
                 memory.mask = memory.mask if seen is None else seen
@@ -141,10 +149,10 @@ class ChainDrafter(Drafter):
         embeddings = self._embed(batch.input_ids.roll(-1, dims=1))  # a document's last row is seen by nobody
         states = self.enter(self.first_states(features.hidden, features.last_hidden), embeddings)
         rotation = self.rope(batch.position_ids[:, None], states.dtype)
-        every = torch.arange(states.shape[1], device=start.device).expand_as(batch.input_ids)
-        at_start, memories = self._mask(batch, start), []
+        window, memories = self.conventions.sliding_window, []
+        at_start = chains_visible(batch, window, 0)
         *front, last = self.chain_layers
-        mask = self._mask(batch, every) if front else at_start
+        mask = text_visible(batch, window) if front else at_start
         for layer in front:
             x = layer.normed(states, embeddings)
             keys, values = layer.self_attn.keys_values(x, rotation)
@@ -156,9 +164,6 @@ class ChainDrafter(Drafter):
         queries = last.self_attn.queries(pick_rows(x, start), pick_rotation(rotation, start))
         heads = attend_chain(queries, memories[-1], self.attention_backend)
         return last.finish(pick_rows(states, start), heads), memories
-
-    def _mask(self, batch: Batch, rows: Tensor, ahead: int = 0) -> Tensor:
-        return chain_mask(batch, self.conventions.sliding_window, rows, ahead)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.head.embed(tokens).to(self.norm.weight.dtype)

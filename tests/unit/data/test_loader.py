@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspec.contracts import Batch, Sample
-from deepspec.data.collate import collate
+from deepspec.data.collate import Document, collate
 from deepspec.data.loader import BatchLoader, BatchMaker
 from deepspec.data.sampler import BatchPlan, Entry
 from deepspec.errors import DataError
@@ -35,7 +35,7 @@ def plan_for(samples: Sequence[Sample], *, size: int = 8, micro: int = 8, world:
 def test_collate_pads_and_buckets() -> None:
     a = Sample("a", (5, 6, 7, 8, 9), (False, True, True, True, True))
     b = Sample("b", tuple(range(1, 19)), (False,) * 10 + (True,) * 8)
-    batch = collate([a, b], [[1, 3], [10, 11, 12, 13, 14, 15, 16, 10, 11]], pad_id=2)
+    batch = collate([[Document(a, [1, 3])], [Document(b, [10, 11, 12, 13, 14, 15, 16, 10, 11])]], pad_id=2)
     assert batch.input_ids.shape == batch.segment_ids.shape == batch.loss_mask.shape == (2, 32)
     assert batch.anchor_indices.shape == batch.anchor_mask.shape == (2, 16)
     assert batch.input_ids[0].tolist() == [5, 6, 7, 8, 9] + [2] * 27
@@ -50,21 +50,36 @@ def test_collate_pads_and_buckets() -> None:
 
 
 def test_a_batch_without_anchors_keeps_its_shape() -> None:
-    batch = collate([Sample("a", (1, 2), (False, True))], [[]])
+    batch = collate([[Document(Sample("a", (1, 2), (False, True)), [])]])
     assert batch.anchor_mask.shape == (1, 8)
     assert not batch.anchor_mask.any()
+
+
+def test_documents_of_a_row_lie_one_behind_the_other() -> None:
+    a = Sample("a", (5, 6, 7), (False, True, True))
+    b = Sample("b", (8, 9, 10, 11), (False, False, True, True))
+    batch = collate([[Document(a, [1]), Document(b, [2])], []], pad_id=2)
+    assert batch.input_ids.shape == (2, 16)
+    assert batch.input_ids[0, :8].tolist() == [5, 6, 7, 8, 9, 10, 11, 2]
+    assert batch.segment_ids[0, :8].tolist() == [1, 1, 1, 2, 2, 2, 2, 0]
+    assert batch.position_ids[0, :8].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
+    assert batch.loss_mask[0, :8].tolist() == [False, True, True, False, False, True, True, False]
+    assert batch.anchor_indices[0][batch.anchor_mask[0]].tolist() == [1, 5]
+    assert batch.sample_ids == ("a", "b")
+    assert not batch.segment_ids[1].any()
+    assert not batch.anchor_mask[1].any()
 
 
 def test_shapes_hardly_vary_with_the_data() -> None:
     samples = make_samples(10)
     make = BatchMaker(samples, seed=0, anchors_per_sample=20)
-    shapes = {make([Entry(i, 0)]).anchor_indices.shape for i in range(10)}
+    shapes = {make([(Entry(i, 0),)]).anchor_indices.shape for i in range(10)}
     assert shapes <= {(1, 8), (1, 16), (1, 24)}
-    assert all(make([Entry(i, 0)]).input_ids.shape[1] % 16 == 0 for i in range(10))
+    assert all(make([(Entry(i, 0),)]).input_ids.shape[1] % 16 == 0 for i in range(10))
 
 
 def test_fillers_have_no_anchor() -> None:
-    batch = BatchMaker(make_samples(2), seed=0, anchors_per_sample=4)([Entry(0, 0), Entry(1, 0, counted=False)])
+    batch = BatchMaker(make_samples(2), seed=0, anchors_per_sample=4)([(Entry(0, 0),), (Entry(1, 0, counted=False),)])
     assert batch.anchor_mask.sum(1).tolist() == [4, 0]
 
 

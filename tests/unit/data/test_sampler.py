@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from deepspec.data.anchors import anchor_candidates, draw_anchors
-from deepspec.data.sampler import BatchPlan, Entry, validation_batches
+from deepspec.data.sampler import BatchPlan, Entry, pack, validation_batches
 from deepspec.errors import ConfigError, DataError
 
 SHAPES = [(1, 4), (1, 1), (2, 2), (2, 1), (4, 1)]  # (world, micro) of a global batch of 4
@@ -30,11 +31,11 @@ def plan(num: int, *, size: int = 4, micro: int = 4, world: int = 1, seed: int =
 def test_the_set_of_a_step_does_not_depend_on_ranks_or_accumulation(num: int, world: int, micro: int) -> None:
     reference, split = plan(num), plan(num, micro=micro, world=world)
     for step in range(30):
-        entries = [e for rank in range(world) for batch in split.micro_batches(step, rank) for e in batch]
+        entries = [e for rank in range(world) for batch in split.micro_batches(step, rank) for (e,) in batch]
         assert Counter(entries) == Counter(reference.global_batch(step))
         for rank in range(world):
             batches = split.micro_batches(step, rank)
-            assert len(batches) == split.accumulation == 4 // (world * micro)
+            assert len(batches) == 4 // (world * micro)
             assert all(len(batch) == micro for batch in batches)
 
 
@@ -72,9 +73,9 @@ def test_little_padding_yet_steps_in_mixed_order() -> None:
     means = []
     for step in range(100):
         batches = p.micro_batches(step)
-        means.append(np.mean([p.lengths[e.index] for b in batches for e in b]))
+        means.append(np.mean([p.lengths[e.index] for b in batches for (e,) in b]))
         for batch in batches:
-            row = [int(p.lengths[e.index]) for e in batch]
+            row = [int(p.lengths[e.index]) for (e,) in batch]
             padded += max(row) * micro
             tokens += sum(row)
     assert padded / tokens < 1.06
@@ -84,13 +85,46 @@ def test_little_padding_yet_steps_in_mixed_order() -> None:
 def test_ranks_of_a_slot_get_about_the_same_length() -> None:
     p = plan(800, size=64, micro=4, world=2, window=1)
     for step in range(5):
-        longest = [[max(p.lengths[e.index] for e in b) for b in p.micro_batches(step, rank)] for rank in (0, 1)]
+        longest = [[max(p.lengths[e.index] for (e,) in b) for b in p.micro_batches(step, rank)] for rank in (0, 1)]
         totals = [sum(x) for x in longest]
         assert abs(totals[0] - totals[1]) < 0.05 * sum(totals)
         assert longest[0] == sorted(longest[0], reverse=True)
 
 
+def packed_plan(num: int = 60, *, size: int = 12, micro: int = 1, world: int = 1, room: int = 512) -> BatchPlan:
+    return BatchPlan(
+        lengths_of(num), global_batch_size=size, micro_batch_size=micro, world_size=world, seed=0, row_tokens=room
+    )
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1)])
+def test_packed_rows_hold_the_samples_of_the_step_and_no_row_is_too_long(world: int, micro: int) -> None:
+    reference, split = packed_plan(), packed_plan(micro=micro, world=world)
+    for step in range(20):
+        ranks = [split.micro_batches(step, rank) for rank in range(world)]
+        assert len({len(batches) for batches in ranks}) == 1, "every rank has as many micro-batches"
+        rows = [row for batches in ranks for batch in batches for row in batch]
+        assert all(len(batch) == micro for batches in ranks for batch in batches)
+        assert Counter(e for row in rows for e in row) == Counter(reference.global_batch(step))
+        assert all(sum(split.lengths[e.index] for e in row) <= 512 for row in rows)
+        assert sum(not row for row in rows) < world * micro
+
+
+def test_packed_rows_are_nearly_full() -> None:
+    p = packed_plan(600, size=48, room=1024)
+    rows = [[int(p.lengths[e.index]) for e in row] for step in range(12) for row in p.rows(step)]
+    assert sum(map(sum, rows)) > 0.93 * 1024 * len(rows)
+
+
+def test_packing_by_hand() -> None:
+    entries = [Entry(i, 0) for i in range(6)]
+    rows = pack([7, 5, 4, 3, 2, 2], entries, 10)
+    assert [[e.index for e in row] for row in rows] == [[0, 3], [1, 2], [4, 5]]
+
+
 def test_impossible_plans() -> None:
+    with pytest.raises(ConfigError, match=r"data\.row_tokens=100: a sample has \d+ tokens; see data\.max_length"):
+        packed_plan(room=100)
     with pytest.raises(ConfigError, match=r"global_batch_size=4.*micro_batch_size=3 times 1"):
         plan(10, micro=3)
     with pytest.raises(DataError, match="no sample"):
@@ -103,7 +137,7 @@ def test_validation_passes_once_over_everything(num: int, world: int, micro: int
         validation_batches(lengths_of(num), micro_batch_size=micro, world_size=world, rank=r) for r in range(world)
     ]
     assert len({len(batches) for batches in ranks}) == 1
-    entries = [e for batches in ranks for batch in batches for e in batch]
+    entries = [e for batches in ranks for batch in batches for (e,) in batch]
     assert Counter(e.index for e in entries if e.counted) == Counter(range(num))
     assert all(len(batch) == micro for batches in ranks for batch in batches)
 
@@ -123,6 +157,15 @@ def test_anchors_are_sorted_supervised_pairs(seed: int) -> None:
     assert len(drawn) == min(8, len(candidates))
     assert set(drawn) <= set(candidates)
     assert draw_anchors(mask, seed, 0, "x", 1000) == candidates
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
+def test_anchors_in_proportion_to_what_is_supervised(share: float) -> None:
+    for supervised in (2, 11, 31, 101):
+        mask = [False] * 3 + [True] * supervised
+        drawn = draw_anchors(mask, 0, 0, "x", 50, share)
+        assert len(drawn) == min(50, math.ceil(share * (supervised - 1)))
+        assert drawn == sorted(set(drawn))
 
 
 def test_anchors_are_a_pure_function_of_seed_epoch_and_id() -> None:

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from deepspec.contracts import Batch, Features, Sample
-from deepspec.data.collate import collate
+from deepspec.data.collate import Document, collate
 from deepspec.engine.base import LossModule
-from deepspec.errors import ConfigError
 from deepspec.features.online import OnlineFeatures, RememberedFeatures, SummedFeatures
 from deepspec.losses.fused import whole_sums
 from deepspec.nn.head import FrozenHead
@@ -34,7 +33,7 @@ def batch_of(**lengths: int) -> Batch:
         Sample(name, tuple(range(ord(name) - 90, ord(name) - 90 + length)), (True,) * length)
         for name, length in lengths.items()
     ]
-    return collate(samples, [[1]] * len(samples), 0)
+    return collate([[Document(sample, [1])] for sample in samples])
 
 
 def test_a_sample_is_computed_once() -> None:
@@ -130,7 +129,21 @@ def test_the_head_on_remembered_states_gives_the_targets_logits(family: str) -> 
         torch.testing.assert_close(found.hidden[index, :length], taps[index, :length], rtol=1e-4, atol=1e-5)
 
 
-def test_rows_of_several_samples_are_refused() -> None:
-    packed = replace(row(8, [3])[0], sample_ids=("a", "b"))
-    with pytest.raises(ConfigError, match=r"features\.memory_gib=0"):
-        RememberedFeatures(Counting(), max_bytes=1)(packed)
+def test_samples_of_a_packed_row_are_remembered_one_by_one() -> None:
+    target = tiny_target("llama")
+    samples = [Sample(name, tuple(range(i, 2 * i)), (True,) * i) for name, i in (("a", 9), ("b", 11), ("c", 14))]
+    documents = [Document(sample, [1]) for sample in samples]
+    source = OnlineFeatures(target, (0, 1))
+    features = RememberedFeatures(source, max_bytes=2**30)
+    rows, packed = collate([[document] for document in documents]), collate([documents[::-1], []])
+    alone, found = features(rows), features(packed)
+    start = 0
+    for place in (2, 1, 0):
+        length = len(samples[place].input_ids)
+        assert found.hidden[0, start : start + length].equal(alone.hidden[place, :length])
+        assert found.last_hidden[0, start : start + length].equal(alone.last_hidden[place, :length])
+        start += length
+    assert not found.hidden[0, start:].any()
+    assert not found.hidden[1].any()
+    online = source(packed)
+    torch.testing.assert_close(online.hidden[0, :start], found.hidden[0, :start], rtol=1e-4, atol=1e-5)

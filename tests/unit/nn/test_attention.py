@@ -9,7 +9,8 @@ import torch
 
 from deepspec.contracts import Batch
 from deepspec.nn.attention import attend
-from deepspec.nn.masks import block_mask
+from deepspec.nn.masks import block_mask, block_pieces
+from deepspec.nn.spans import Pieces
 
 BACKENDS = ["sdpa", "eager"]
 
@@ -94,3 +95,36 @@ def test_a_short_and_a_long_row_are_finite(backend: str) -> None:
     out = attend(q, k, k, mask, backend=backend)  # type: ignore[arg-type]
     assert bool(torch.isfinite(out).all())
     torch.testing.assert_close(out, attend(q, k, k, mask, backend="eager"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 2])
+def test_piece_by_piece_equals_one_mask(backend: str, window: int | None) -> None:
+    """A document without an anchor, padding between the anchors of documents, and a row without a document."""
+    segments = torch.tensor([[1] * 5 + [2] * 3 + [3] * 4 + [0] * 2, [1] * 4 + [2] * 6 + [0] * 4, [0] * 14])
+    positions = torch.tensor([[*range(5), *range(3), *range(4), 0, 0], [*range(4), *range(6)] + [0] * 4, [0] * 14])
+    batch = Batch(
+        input_ids=torch.zeros_like(segments),
+        segment_ids=segments,
+        position_ids=positions,
+        loss_mask=segments > 0,
+        anchor_indices=torch.tensor([[2, 4, 9, 10, 0], [1, 2, 5, 8, 0], [0] * 5]),
+        anchor_mask=torch.tensor([[True, True, True, True, False], [True, False, True, True, False], [False] * 5]),
+    )
+    pieces = block_pieces(batch, 3, window)
+    assert isinstance(pieces, Pieces)
+    assert len(pieces.pieces) == 4
+    q, k, v = torch.randn(3, 4, 15, 8), torch.randn(3, 2, 29, 8), torch.randn(3, 2, 29, 6)
+    gradients = []
+    for mask in (pieces, block_mask(batch, 3, window)):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs, mask, backend=backend)  # type: ignore[arg-type]
+        out.square().sum().backward()
+        gradients.append([out.detach(), *[x.grad for x in inputs]])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_anchors_that_do_not_lie_side_by_side_take_one_mask() -> None:
+    batch = replace(_batch(), anchor_indices=torch.tensor([[3, 5, 2]]), anchor_mask=torch.ones(1, 3, dtype=torch.bool))
+    assert isinstance(block_pieces(batch, 2), torch.Tensor)
