@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from deepspec.contracts import Features
 from deepspec.losses.fused import whole_sums
-from deepspec.nn.spans import document_spans, one_document
+from deepspec.nn.spans import document_spans, is_packed, one_document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,10 @@ class FeatureSource(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the frozen target."""
+    """Runs the frozen target; on a CPU over the documents of packed rows one by one.
+
+    A mask that keeps documents apart hides work from the target's attention there, but does not spare it.
+    """
 
     def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
         self.target = target
@@ -47,7 +50,11 @@ class OnlineFeatures:
 
     def __call__(self, batch: Batch) -> Features:
         """Return the target's features of ``batch``."""
-        return self.target.features(batch, self.layer_ids)
+        if batch.input_ids.device.type != "cpu" or not is_packed(batch):
+            return self.target.features(batch, self.layer_ids)
+        spans = document_spans(batch)
+        found = [self.target.features(one_document(batch, span), self.layer_ids) for span in spans]
+        return _joined(found, spans, batch)
 
 
 class SummedFeatures:
@@ -90,9 +97,7 @@ class RememberedFeatures:
         if len(spans) != len(batch.sample_ids):
             raise RuntimeError(f"a batch of {len(spans)} documents names {len(batch.sample_ids)} samples")
         found = [self._document(name, batch, span) for name, span in zip(batch.sample_ids, spans, strict=True)]
-        parts = {name: [getattr(features, name) for features in found] for name in _PARTS}
-        shape = batch.input_ids.shape
-        return Features(**{name: _laid_out(part, spans, shape) for name, part in parts.items() if part[0] is not None})
+        return _joined(found, spans, batch) if found else self._source(batch)
 
     def _document(self, sample: str, batch: Batch, span: Span) -> Features:
         """Return the features of one document, [1, t, ...] for its t tokens."""
@@ -107,6 +112,13 @@ class RememberedFeatures:
             self._room -= size
             self._kept[sample] = (tokens, features)
         return features
+
+
+def _joined(found: Sequence[Features], spans: Sequence[Span], batch: Batch) -> Features:
+    """Put the features of each document into their places; the rest of the rows gets zeros."""
+    parts = {name: [getattr(features, name) for features in found] for name in _PARTS}
+    shape = batch.input_ids.shape
+    return Features(**{name: _laid_out(part, spans, shape) for name, part in parts.items() if part[0] is not None})
 
 
 def _laid_out(parts: Sequence[Tensor], spans: Sequence[Span], shape: torch.Size) -> Tensor:

@@ -83,6 +83,11 @@ def document_spans(batch: Batch) -> list[Span]:
     return spans
 
 
+def is_packed(batch: Batch) -> bool:
+    """Return whether some row holds several documents. On CUDA the host waits for the answer."""
+    return bool((batch.segment_ids > 1).any())
+
+
 @dataclass(frozen=True)
 class Document:
     """A document of a packed row."""
@@ -102,7 +107,7 @@ def separable(batch: Batch) -> list[Document] | None:
 
     That is on a CPU, where some row holds several, and the anchors of each lie side by side; None otherwise.
     """
-    if batch.input_ids.device.type != "cpu" or not bool((batch.segment_ids > 1).any()):
+    if batch.input_ids.device.type != "cpu" or not is_packed(batch):
         return None
     found = []
     anchored = torch.where(batch.anchor_mask, batch.segment_ids.gather(1, batch.anchor_indices), 0)  # [B, A]

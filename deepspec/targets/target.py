@@ -14,6 +14,7 @@ import torch
 from deepspec.contracts import Features, TargetInfo
 from deepspec.errors import TargetError
 from deepspec.nn.head import FrozenHead
+from deepspec.nn.spans import is_packed
 from deepspec.targets.cache import TargetCache
 from deepspec.targets.families import FAMILIES, attention_shape, find_parts, flat_rope, scales
 
@@ -77,7 +78,7 @@ class Target:
         Rows are padded on the right, so a causal model needs no mask for them. Where a row holds several segments,
         the model is given the positions that restart, from which transformers keeps the segments apart.
         """
-        packed = bool((batch.segment_ids > 1).any())
+        packed = is_packed(batch)
         with self._capture(layer_ids) as taps:
             output = self._parts.base(
                 input_ids=batch.input_ids,

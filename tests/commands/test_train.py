@@ -98,6 +98,21 @@ def test_a_fitted_start_is_made_once(folder: Path, arguments: list[str]) -> None
     assert all(value.equal(expected[name]) for name, value in weights(resumed).items())
 
 
+@pytest.mark.slow
+def test_a_packed_run_goes_on_as_if_nothing_had_happened(folder: Path, arguments: list[str]) -> None:
+    """More samples a step than rows, so that steps differ in their micro-batches; features stay in memory."""
+    packed = ("data.row_tokens=192", "data.anchor_share=0.5", "engine.micro_batch_size=1", "engine.global_batch_size=6",
+              "features.memory_gib=1", "train.epochs=2", "train.save_every=4", "train.max_steps=8")  # fmt: skip
+    whole, resumed = folder / "packed", folder / "packed-resumed"
+    assert train(arguments, *packed, f"paths.run={whole}") == 0
+    shutil.copytree(whole / "checkpoints", resumed / "checkpoints")
+    shutil.rmtree(resumed / "checkpoints" / "step-000008")  # as if it had been killed after step 4
+    (resumed / "checkpoints" / "latest").write_text("step-000004\n")
+    assert train(arguments, *packed, f"paths.run={resumed}") == 0
+    expected = weights(whole)
+    assert all(value.equal(expected[name]) for name, value in weights(resumed).items())
+
+
 def test_stopped_before_the_first_step(folder: Path, arguments: list[str]) -> None:
     """SIGTERM while torch, the target or the samples are loaded: a launcher learns to start the run again."""
     run = folder / "stopped"

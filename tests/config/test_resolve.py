@@ -123,6 +123,11 @@ def test_batch_arithmetic_counts_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     assert "engine.global_batch_size=16: must be a multiple of engine.micro_batch_size=8 x 3 ranks = 24" in problem
 
 
+def test_packed_rows_fit_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert not problems_of("engine.micro_batch_size=8", "engine.global_batch_size=16", "data.row_tokens=1024")
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -132,6 +137,8 @@ def test_batch_arithmetic_counts_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
             "engine=plain only",
         ),
         (["engine.loss_precision=common_mode"], "is for low precision"),
+        (["data.row_tokens=511"], "must hold the longest sample, data.max_length=512"),
+        (["data.anchor_share=0"], "data.anchor_share=0.0: must be above 0 and at most 1"),
         (["target.target_layer_ids=[-2,3]"], "-1 is the embedding output"),
         (["target.target_layer_ids=[]"], "at least one layer"),
         (["target.target_layer_ids=[1,1]"], "ascending, each layer once"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from deepspec.contracts import Batch, Sample
 from deepspec.data.loader import BatchMaker
@@ -102,16 +103,16 @@ def test_packed_equals_unpacked(name: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "phi3", "cohere"])
 def test_a_targets_own_attention_keeps_documents_apart(family: str) -> None:
-    source = OnlineFeatures(tiny_target(family), (0, 4))
-    alone = {}
+    target = tiny_target(family)
+    source, alone = OnlineFeatures(target, (0, 4)), {}
     for batch in batches(None, micro=1):
         features, length = source(batch), int((batch.segment_ids > 0).sum())
         alone[batch.sample_ids[0]] = torch.cat((features.hidden, features.last_hidden), -1)[0, :length]
     for batch in batches(64, micro=2):
-        features = source(batch)
-        both = torch.cat((features.hidden, features.last_hidden), -1)
-        for name, span in zip(batch.sample_ids, spans.document_spans(batch), strict=True):
-            torch.testing.assert_close(both[span.row, span.start : span.stop], alone[name], rtol=1e-5, atol=1e-5)
+        for features in (source(batch), target.features(batch, (0, 4))):
+            both = torch.cat((features.hidden, features.last_hidden), -1)
+            for name, span in zip(batch.sample_ids, spans.document_spans(batch), strict=True):
+                torch.testing.assert_close(both[span.row, span.start : span.stop], alone[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dspark", "eagle3, two layers, sliding window"])
@@ -123,3 +124,22 @@ def test_documents_that_see_each_other_are_noticed(name: str, monkeypatch: pytes
     monkeypatch.setattr(spans.Piece, "of", lambda piece, x: honest(piece, x.roll(1, dims=2)))
     _, other = step(model, target, batches(64, micro=1))
     assert distance(other, gradient) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dspark", "eagle3"])
+def test_one_compilation_serves_every_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention takes one mask for a row, as on a GPU, nothing in the drafter depends on the data of a batch."""
+    for module in (chain, masks):
+        monkeypatch.setattr(module, "separable", lambda _batch: None)
+    target = tiny_target("llama")
+    model, counter, shapes = bound(DRAFTERS[name], target), CompileCounter(), set()
+    torch._dynamo.reset()
+    compiled = torch.compile(model.block_states, backend=counter, dynamic=True, fullgraph=True)
+    source = OnlineFeatures(target, model.taps)
+    for batch in (*batches(64, 1), *batches(200, 1), *batches(None, 1)):
+        features = source(batch)
+        shapes.add((batch.input_ids.shape, batch.anchor_indices.shape))
+        compiled(batch, features if name == "eagle3" else features.hidden)
+    assert len(shapes) > 4
+    assert counter.frame_count <= 2

@@ -145,5 +145,5 @@ def test_samples_of_a_packed_row_are_remembered_one_by_one() -> None:
         start += length
     assert not found.hidden[0, start:].any()
     assert not found.hidden[1].any()
-    online = source(packed)
+    online = target.features(packed, (0, 1))
     torch.testing.assert_close(online.hidden[0, :start], found.hidden[0, :start], rtol=1e-4, atol=1e-5)
