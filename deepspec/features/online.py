@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from deepspec.contracts import Features
 from deepspec.losses.fused import whole_sums
-from deepspec.nn.spans import document_spans, is_packed, one_document
+from deepspec.nn.spans import document_spans, is_packed, neighbours, one_document, part_of_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 SUMMED_ROWS = 256
+ENOUGH_TOKENS = 512  # of a pass of the target on a CPU
 SUMS_PAY = 4
 """Visits from which on the sums of all positions, once, cost less than those of the anchors' slots at each visit: timed
 on the quickstart, at three visits they cost more."""
@@ -39,9 +40,10 @@ class FeatureSource(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the frozen target; on a CPU over the documents of packed rows one by one.
+    """Runs the frozen target; on a CPU over a few documents of packed rows at a time.
 
-    A mask that keeps documents apart hides work from the target's attention there, but does not spare it.
+    A mask that keeps documents apart hides work from the target's attention there, but does not spare it; few tokens,
+    on the other hand, do not pay for reading all its weights.
     """
 
     def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
@@ -52,8 +54,8 @@ class OnlineFeatures:
         """Return the target's features of ``batch``."""
         if batch.input_ids.device.type != "cpu" or not is_packed(batch):
             return self.target.features(batch, self.layer_ids)
-        spans = document_spans(batch)
-        found = [self.target.features(one_document(batch, span), self.layer_ids) for span in spans]
+        spans = neighbours(document_spans(batch), ENOUGH_TOKENS)
+        found = [self.target.features(part_of_row(batch, span), self.layer_ids) for span in spans]
         return _joined(found, spans, batch)
 
 

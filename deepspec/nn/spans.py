@@ -128,13 +128,31 @@ def _document(batch: Batch, span: Span, anchors: slice) -> Document:
     return Document(span, anchors, alone)
 
 
+def neighbours(spans: Sequence[Span], most: int) -> list[Span]:
+    """Join documents that lie side by side to spans of at most ``most`` tokens; a longer document stays alone."""
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if last is not None and (last.row, last.stop) == (span.row, span.start) and span.stop - last.start <= most:
+            joined[-1] = last._replace(stop=span.stop)
+        else:
+            joined.append(span)
+    return joined
+
+
 def one_document(batch: Batch, span: Span) -> Batch:
     """Return a batch of one document alone, without anchors."""
+    alone = part_of_row(batch, span)
+    return replace(alone, segment_ids=torch.ones_like(alone.segment_ids))
+
+
+def part_of_row(batch: Batch, span: Span) -> Batch:
+    """Return a batch of the tokens of ``span``, without anchors."""
     place = (slice(span.row, span.row + 1), slice(span.start, span.stop))
     nothing = torch.zeros(1, 1, dtype=torch.int64, device=batch.input_ids.device)
     return Batch(
         input_ids=batch.input_ids[place],
-        segment_ids=torch.ones_like(batch.segment_ids[place]),
+        segment_ids=batch.segment_ids[place],
         position_ids=batch.position_ids[place],
         loss_mask=batch.loss_mask[place],
         anchor_indices=nothing,

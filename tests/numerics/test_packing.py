@@ -15,6 +15,7 @@ from deepspec.contracts import Batch, Sample
 from deepspec.data.loader import BatchMaker
 from deepspec.data.sampler import BatchPlan
 from deepspec.engine.loop import normalised_loss
+from deepspec.features import online
 from deepspec.features.online import OnlineFeatures
 from deepspec.nn import chain, masks, spans
 from deepspec.targets.target import Target
@@ -102,7 +103,8 @@ def test_packed_equals_unpacked(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "phi3", "cohere"])
-def test_a_targets_own_attention_keeps_documents_apart(family: str) -> None:
+def test_a_targets_own_attention_keeps_documents_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online, "ENOUGH_TOKENS", 40)
     target = tiny_target(family)
     source, alone = OnlineFeatures(target, (0, 4)), {}
     for batch in batches(None, micro=1):

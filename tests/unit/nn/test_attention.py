@@ -10,7 +10,7 @@ import torch
 from deepspec.contracts import Batch
 from deepspec.nn.attention import attend
 from deepspec.nn.masks import block_mask, block_pieces
-from deepspec.nn.spans import Pieces
+from deepspec.nn.spans import Pieces, Span, neighbours
 
 BACKENDS = ["sdpa", "eager"]
 
@@ -128,3 +128,8 @@ def test_piece_by_piece_equals_one_mask(backend: str, window: int | None) -> Non
 def test_anchors_that_do_not_lie_side_by_side_take_one_mask() -> None:
     batch = replace(_batch(), anchor_indices=torch.tensor([[3, 5, 2]]), anchor_mask=torch.ones(1, 3, dtype=torch.bool))
     assert isinstance(block_pieces(batch, 2), torch.Tensor)
+
+
+def test_neighbouring_documents_are_joined_up_to_a_number_of_tokens() -> None:
+    spans = [Span(0, 0, 5), Span(0, 5, 9), Span(0, 9, 12), Span(1, 0, 30), Span(1, 30, 31), Span(2, 0, 4)]
+    assert neighbours(spans, 9) == [Span(0, 0, 9), Span(0, 9, 12), Span(1, 0, 30), Span(1, 30, 31), Span(2, 0, 4)]
