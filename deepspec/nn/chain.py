@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspec.nn.attention import attend
 from deepspec.nn.block import BlockShape, ContextAttention, SwiGLU
@@ -79,18 +80,32 @@ def attend_chain(queries: Tensor, memory: ChainMemory, backend: AttentionBackend
         return mask.join(queries, queries.shape[-1], lambda piece, own: attend_chain(own, memory.of(piece), backend))
     if not memory.drafted:
         return attend(queries, memory.keys, memory.values, mask, backend=backend)
+    own_keys, own_values = (torch.stack(parts, dim=3) for parts in zip(*memory.drafted, strict=True))
+    arguments = (queries, memory.keys, memory.values, mask, own_keys, own_values)
+    return checkpoint(_written_out, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def _written_out(
+    queries: Tensor,  # [B, H, A, Dh]
+    keys: Tensor,  # [B, Hkv, T, Dh] of the text
+    values: Tensor,
+    mask: Tensor,  # [B, 1, A, T]
+    own_keys: Tensor,  # [B, Hkv, A, steps, Dh] of the chains
+    own_values: Tensor,
+) -> Tensor:
+    """Return [B, H, A, Dh]. Run again in the backward pass: its scores would take H*A*T floats a step until then."""
     batch, heads, chains, width = queries.shape
-    groups = memory.keys.shape[1]
+    groups = keys.shape[1]
     queries = (queries * width**-0.5).view(
         batch, groups, heads // groups, chains, width
     )  # fp16 products could overflow
-    of_text = (queries @ memory.keys[:, :, None].transpose(-1, -2)).float()  # [B, Hkv, G, A, T]
+    of_text = (queries @ keys[:, :, None].transpose(-1, -2)).float()  # [B, Hkv, G, A, T]
     of_text = of_text.masked_fill(~mask[:, :, None], torch.finfo(of_text.dtype).min)
-    own_keys, own_values = (torch.stack(parts, dim=3)[:, :, None] for parts in zip(*memory.drafted, strict=True))
+    own_keys, own_values = own_keys[:, :, None], own_values[:, :, None]
     of_own = (queries[..., None, :].float() * own_keys.float()).sum(-1)  # [B, Hkv, G, A, steps]
     weights = torch.cat((of_text, of_own), dim=-1).softmax(-1).to(queries.dtype)
     text, own = weights.split((of_text.shape[-1], of_own.shape[-1]), dim=-1)
-    out = text @ memory.values[:, :, None] + (own[..., None] * own_values).sum(-2)
+    out = text @ values[:, :, None] + (own[..., None] * own_values).sum(-2)
     return out.reshape(batch, heads, chains, width)
 
 
