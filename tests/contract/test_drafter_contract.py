@@ -1,7 +1,8 @@
 """What every drafter promises to the engine and to the decoder, asked through ``Drafter``'s own interface.
 
-``CASES`` holds each drafter of the package in its variants. What a block predicts shows twice: in the training forward
-as the acceptance by position, and in ``propose`` as the probabilities that the tokens were drawn from.
+``CASES`` holds each drafter of the package in its variants, and one from outside. What a block predicts shows twice: in
+the training forward as the acceptance by position, and in ``propose`` as the probabilities that the tokens were drawn
+from.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import deepspec.drafters
 from deepspec.contracts import Batch, Features
 from deepspec.drafters.files import load_drafter, save_drafter
 from deepspec.nn.head import FrozenHead
+from tests.contract.outside import BigramConfig
 from tests.unit.drafters.small import (
+    TAPS,
     VOCAB,
     Forced,
     dflash,
@@ -30,8 +33,10 @@ from tests.unit.drafters.small import (
     mtp,
     packed,
     padded,
+    random_weights,
     row,
     stacked,
+    target_info,
 )
 
 
@@ -40,6 +45,10 @@ def reduced(make: Callable[..., Any]) -> Any:
     made = make(draft_vocab_size=40)
     made.set_vocabulary(range(1, 81, 2))
     return made
+
+
+def outside() -> Any:
+    return random_weights(BigramConfig().build(target_info(), TAPS, VOCAB - 1), target_info())
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -63,6 +72,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "mtp": mtp,
     "mtp with a draft vocabulary": partial(reduced, mtp),
     "mtp with two layers and a sliding window": partial(mtp, num_layers=2, sliding_window=4),
+    "outside the package": outside,
 }
 
 
@@ -84,7 +94,7 @@ def at(anchors: list[int]) -> tuple[Batch, Features]:
 
 def test_every_drafter_of_the_package_is_asked() -> None:
     folders = {path.parent.name for path in Path(deepspec.drafters.__path__[0]).glob("*/config.py")}
-    assert {name.split()[0] for name in CASES} == folders
+    assert {name.split()[0] for name in CASES} == {*folders, "outside"}
 
 
 def test_shapes(model: Any) -> None:
