@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from deepspec.contracts import Ratio
-from deepspec.losses.fused import BlockLoss, RowTask, block_loss
+from deepspec.losses.fused import BlockLoss, block_loss
+from deepspec.losses.task import RowTask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from deepspec.contracts import Batch, Conventions, Features
     from deepspec.drafters.base import Drafter
-    from deepspec.losses.fused import LossMode
+    from deepspec.losses.task import LossMode
 
 
 @dataclass(frozen=True)

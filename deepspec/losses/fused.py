@@ -13,9 +13,6 @@ With q = softmax(z), p the target's distribution, y the label and s = sign(q - p
 
 So each row needs one factor for S and one for L1, and both are known when its acceptance is.
 
-Rows that overlap in time ask for the same target position. Rows are sorted by it, so that the target's logits are
-formed once for each distinct position and no two chunks share one.
-
 A reduced draft vocabulary has Vd of the target's V tokens. p is the target's softmax over all V, of which the Vd are
 taken; q is the draft's over the Vd. The L1 distance then also counts p's mass outside, which q does not change; S sums
 over the Vd; a row whose label lies outside has no cross-entropy, and counts in the denominators all the same. Whole
@@ -28,26 +25,20 @@ the target's logits are then common to both distributions and cancel in q - p.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from deepspec.losses.chunks import by_position
 from deepspec.losses.products import back_project, project
+from deepspec.losses.task import BUFFERS, CHUNK_BYTES, WHOLE_BUFFERS, Parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from deepspec.losses.chunks import Chunk
+    from deepspec.losses.task import RowTask
     from deepspec.nn.head import FrozenHead
-    from deepspec.nn.vocabulary import DraftVocabulary
-
-LossMode = Literal["exact", "common_mode"]
-BUFFERS = 3  # of size [chunk rows, Vd]
-ACCEPTANCE_FLOOR = 1e-4  # below it LK's gradient grows no more
-WHOLE_BUFFERS = 2  # of size [chunk positions, V], for a reduced vocabulary
-CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
-"""Memory of a chunk's buffers. Measured on two cores, a product with the head costs half as much a row at 256 rows as
-at 64, since the head's weights are read once a chunk; the passes over the logits cost the same at any size."""
 
 
 class BlockLoss(NamedTuple):
@@ -63,78 +54,6 @@ class BlockLoss(NamedTuple):
     def acceptance(self) -> Tensor:
         """Chance [R] that a token drawn from the draft is accepted."""
         return 1.0 - 0.5 * self.l1
-
-
-@dataclass(frozen=True)
-class RowTask:
-    """Everything of a pass that needs no gradient."""
-
-    target_hidden: Tensor  # [U, D] final-normed states of the target
-    target_index: Tensor  # [R] row of target_hidden that judges each draft row
-    labels: Tensor  # [R]
-    weights: Tensor  # [R]
-    head: FrozenHead  # the target's, over V
-    ce: float
-    l1: float
-    mode: LossMode = "exact"
-    chunk_rows: int | None = None  # None: as many as fit CHUNK_BYTES
-    vocabulary: DraftVocabulary | None = None  # None: the draft's vocabulary is the target's
-    soft: float = 0.0
-    lk: float = 0.0
-    mix: float = 0.0
-    eta: float = 1.0
-    target_log_sum: Tensor | None = None  # [U] log sum exp of the target's logits over V, if known
-    target_top: Tensor | None = None  # [U] its likeliest token; known with the sum
-
-    @property
-    def draft_head(self) -> FrozenHead:
-        """The head of the draft's logits, over Vd."""
-        return self.head if self.vocabulary is None else self.vocabulary.head
-
-    @property
-    def needs_whole_rows(self) -> bool:
-        """Whether the target's logits are formed over V although the draft's are over fewer tokens."""
-        return self.vocabulary is not None and self.target_log_sum is None
-
-    @property
-    def judge_head(self) -> FrozenHead:
-        """The head of the target's logits as far as they are formed."""
-        return self.head if self.needs_whole_rows else self.draft_head
-
-    @property
-    def row_elements(self) -> int:
-        """Most elements of the buffers for one row of a chunk."""
-        whole = WHOLE_BUFFERS * self.head.vocab_size if self.needs_whole_rows else 0
-        return (BUFFERS + self.uses_soft) * self.draft_head.vocab_size + whole
-
-    @property
-    def uses_soft(self) -> bool:
-        """Whether the cross-entropy against the target's distribution is needed."""
-        return self.soft != 0 or self.mix != 0
-
-    def value(self, ce: Tensor, soft: Tensor, entropy: Tensor, l1: Tensor) -> Tensor:
-        """Return the loss [R] of rows from their parts."""
-        found = self.ce * ce + self.soft * soft + self.l1 * l1
-        if self.lk:
-            found = found - self.lk * _acceptance(l1).log()
-        if self.mix:
-            share = torch.exp(-self.eta * _acceptance(l1))
-            found = found + self.mix * (share * (soft - entropy) + (1.0 - share) * 0.5 * l1)
-        return found
-
-    def factors(self, l1: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the gradients of S and of L1 are multiplied by in each row, both like ``l1``."""
-        acceptance, of_soft, of_l1 = _acceptance(l1), torch.full_like(l1, self.soft), torch.full_like(l1, self.l1)
-        if self.lk:
-            of_l1 = of_l1 + 0.5 * self.lk / acceptance
-        if self.mix:
-            share = torch.exp(-self.eta * acceptance)
-            of_soft, of_l1 = of_soft + self.mix * share, of_l1 + 0.5 * self.mix * (1.0 - share)
-        return of_soft, of_l1
-
-
-def _acceptance(l1: Tensor) -> Tensor:
-    return (1.0 - 0.5 * l1).clamp(min=ACCEPTANCE_FLOOR)
 
 
 def block_loss(hidden: Tensor, task: RowTask, markov: Tensor | None = None, w2: Tensor | None = None) -> BlockLoss:
@@ -154,14 +73,14 @@ class _FusedRows(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         wanted = grad_enabled and any(ctx.needs_input_grad)
         scan = _Scan(hidden, markov, w2, task, with_grad=wanted)
-        for start, stop, first, last in scan.chunks:
-            scan.run(start, stop, first, last)
-        parts = (scan.ce, scan.soft, scan.entropy, scan.l1, scan.agreement)
-        ce, soft, entropy, l1, agreement = (part[scan.inverse] for part in parts)
+        for chunk in scan.plan.chunks:
+            scan.run(chunk)
+        parts = Parts(*(part[scan.plan.inverse] for part in scan.parts))
+        agreement = scan.agreement[scan.plan.inverse]
         ctx.gradients = scan.gradients() if wanted else (None, None, None)
-        ctx.mark_non_differentiable(ce, soft, l1, agreement)
-        total = (task.weights.to(ce.dtype) * task.value(ce, soft, entropy, l1)).sum()
-        return total, ce, soft, l1, agreement
+        ctx.mark_non_differentiable(parts.ce, parts.soft, parts.l1, agreement)
+        total = (task.weights.to(parts.ce.dtype) * task.value(parts)).sum()
+        return total, parts.ce, parts.soft, parts.l1, agreement
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,15 +97,10 @@ class _Scan:
     ) -> None:
         self.task, self.with_grad = task, with_grad
         self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        order = torch.argsort(task.target_index, stable=True)
-        self.inverse = torch.empty_like(order)
-        self.inverse[order] = torch.arange(order.numel(), device=order.device)
-        positions, self.judge, counts = torch.unique_consecutive(
-            task.target_index[order], return_inverse=True, return_counts=True
-        )
         row_bytes = task.row_elements * (8 if self.wide == torch.float64 else 4)
-        rows = task.chunk_rows or max(1, CHUNK_BYTES.get(hidden.device.type, 2**28) // row_bytes)
-        self.chunks = _cut(counts.tolist(), rows)
+        chunk_rows = task.chunk_rows or max(1, CHUNK_BYTES.get(hidden.device.type, 2**28) // row_bytes)
+        self.plan = by_position(task.target_index, chunk_rows)
+        order, positions = self.plan.order, self.plan.positions
         self.hidden = hidden.detach()[order]  # [R, D]
         self.target_hidden = task.target_hidden.detach()[positions]  # [U', D]
         self.head, self.vocabulary = task.draft_head, task.vocabulary
@@ -205,42 +119,44 @@ class _Scan:
 
     def _allocate(self) -> None:
         device, rows = self.hidden.device, self.hidden.shape[0]
-        shape = (max((stop - start for start, stop, _, _ in self.chunks), default=0), self.head.vocab_size)
-        count = BUFFERS + self.task.uses_soft
-        self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(count)]
+        shape = (max((_size(chunk.rows) for chunk in self.plan.chunks), default=0), self.head.vocab_size)
+        self.buffers = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(self.task.num_buffers)]
         if self.task.needs_whole_rows:
-            shape = (max((last - first for _, _, first, last in self.chunks), default=0), self.task.head.vocab_size)
+            shape = (max((_size(chunk.positions) for chunk in self.plan.chunks), default=0), self.task.head.vocab_size)
             self.whole = [torch.empty(shape, device=device, dtype=self.wide) for _ in range(WHOLE_BUFFERS)]
-        sums = [torch.zeros(rows, device=device, dtype=self.wide) for _ in range(5)]
-        self.ce, self.soft, self.entropy, self.l1, self.agreement = sums
+        self.parts = Parts(*(torch.zeros(rows, device=device, dtype=self.wide) for _ in Parts._fields))
+        self.agreement = torch.zeros(rows, device=device, dtype=self.wide)
         if not self.with_grad:
             return
         self.grad_hidden = torch.zeros(self.hidden.shape, device=device, dtype=self.wide)
         if self.markov is not None and self.w2 is not None:
             self.grad_markov, self.grad_w2 = torch.zeros_like(self.markov), torch.zeros_like(self.w2)
 
-    def run(self, start: int, stop: int, first: int, last: int) -> None:
-        """Score rows ``start:stop``, which are judged by target positions ``first:last``."""
-        rows, judge = slice(start, stop), self.judge[start:stop] - first  # [n]
-        x, y, z = (buffer[: stop - start] for buffer in self.buffers[:BUFFERS])
-        target_logits = (self.whole[0] if self.task.needs_whole_rows else x)[: last - first]  # [u, V or Vd]
-        slope = self._logits(rows, slice(first, last), judge, z, target_logits)
-        p, target_top, outside = self._target(target_logits, slice(first, last), y[: last - first])
+    def run(self, chunk: Chunk) -> None:
+        """Score the rows of a chunk."""
+        parts = self.parts
+        rows, judge = chunk.rows, self.plan.judge[chunk.rows] - chunk.positions.start  # [n]
+        x, y, z = (buffer[: len(judge)] for buffer in self.buffers[:BUFFERS])
+        used = _size(chunk.positions)
+        target_logits = (self.whole[0] if self.task.needs_whole_rows else x)[:used]  # [u, V or Vd]
+        slope = self._logits(chunk, judge, z, target_logits)
+        p, target_top, outside = self._target(target_logits, chunk.positions, y[:used])
         top, label_logit = z.amax(-1), z.gather(1, self.labels[rows, None]).squeeze(1)
         self.agreement[rows] = self._agrees(z, top, target_top[judge])
         q = torch.softmax(z, -1, out=x)
         log_sum = top - q.amax(-1).log()  # log sum exp z = max z - log max q
-        self.ce[rows] = (log_sum - label_logit) * self.sayable[rows]
+        parts.ce[rows] = (log_sum - label_logit) * self.sayable[rows]
         excess = None if outside is None else -outside[judge, None]  # <p, 1> - 1
         if self.task.uses_soft:
-            self.soft[rows] = log_sum * (1.0 if excess is None else 1.0 + excess[:, 0]) - self._expected(p, judge, z)
+            mass = 1.0 if excess is None else 1.0 + excess[:, 0]
+            parts.soft[rows] = log_sum * mass - self._expected(p, judge, z)
         if self.task.mix:
-            self.entropy[rows] = torch.special.entr(p, out=self.buffers[BUFFERS][: len(p)]).sum(-1)[judge]
+            parts.entropy[rows] = torch.special.entr(p, out=self.buffers[BUFFERS][: len(p)]).sum(-1)[judge]
         d = torch.index_select(p, 0, judge, out=z)
         d.sub_(q)  # p - q
-        self.l1[rows] = torch.abs(d, out=y).sum(-1)  # a sum is pairwise; a vector norm would lose digits over a large V
+        parts.l1[rows] = torch.abs(d, out=y).sum(-1)  # sums are pairwise; a vector norm loses digits over a large V
         if outside is not None:
-            self.l1[rows] += outside[judge]
+            parts.l1[rows] += outside[judge]
         if self.with_grad:
             self._gradient(rows, q, torch.sign(d, out=y).mul_(q), d, excess, slope)
 
@@ -270,12 +186,12 @@ class _Scan:
         same = z.gather(1, target_top.clamp(min=0)[:, None]).squeeze(1) >= top
         return (same & (target_top >= 0)).to(self.wide)
 
-    def _logits(self, rows: slice, targets: slice, judge: Tensor, z: Tensor, target_logits: Tensor) -> Tensor | None:
+    def _logits(self, chunk: Chunk, judge: Tensor, z: Tensor, target_logits: Tensor) -> Tensor | None:
         """Fill ``z`` [n, Vd] with the draft's and ``target_logits`` [u, V] with the target's logits.
 
         Returns the slope of the head's soft-cap at z [n, Vd] when it has one.
         """
-        head, judges = self.head, self.task.judge_head
+        rows, targets, head, judges = chunk.rows, chunk.positions, self.head, self.task.judge_head
         project(self.target_hidden[targets], judges.weight, target_logits)
         if self.task.mode == "exact":
             project(self.hidden[rows], head.weight, z)
@@ -302,7 +218,7 @@ class _Scan:
         task, head, weights = self.task, self.head, self.weights[rows, None]
         ce = task.ce * self.sayable[rows, None]
         mean = grad.sum(-1, keepdim=True)  # <q, sign(p - q)>
-        of_soft, of_l1 = (factor[:, None] for factor in task.factors(self.l1[rows]))
+        of_soft, of_l1 = (factor[:, None] for factor in task.factors(self.parts.l1[rows]))
         share = ce + of_l1 * mean
         grad.mul_(-of_l1 * weights)
         if task.uses_soft:
@@ -323,22 +239,14 @@ class _Scan:
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Return the gradients in the caller's order of rows and in the precision of the inputs."""
         hidden, markov, w2 = self.source
-        grad_hidden = self.grad_hidden[self.inverse].to(hidden.dtype)
+        grad_hidden = self.grad_hidden[self.plan.inverse].to(hidden.dtype)
         if markov is None or w2 is None:
             return grad_hidden, None, None
-        return grad_hidden, self.grad_markov[self.inverse].to(markov.dtype), self.grad_w2.to(w2.dtype)
+        return grad_hidden, self.grad_markov[self.plan.inverse].to(markov.dtype), self.grad_w2.to(w2.dtype)
 
 
-def _cut(counts: list[int], chunk_rows: int) -> list[tuple[int, int, int, int]]:
-    """Group target positions with ``counts`` rows each into chunks (first, end row; first, end position)."""
-    chunks: list[tuple[int, int, int, int]] = []
-    start = first = stop = 0
-    for position, count in enumerate(counts):
-        if stop > start and stop - start + count > chunk_rows:
-            chunks.append((start, stop, first, position))
-            start, first = stop, position
-        stop += count
-    return [*chunks, (start, stop, first, len(counts))] if counts else []
+def _size(part: slice) -> int:
+    return int(part.stop - part.start)
 
 
 def whole_sums(states: Tensor, head: FrozenHead) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from deepspec.losses import rows
-from deepspec.losses.fused import BlockLoss, RowTask, block_loss
+from deepspec.losses.fused import BlockLoss, block_loss
+from deepspec.losses.task import RowTask
 from deepspec.nn.head import FrozenHead
 
 ROWS, WIDTH, VOCAB, RANK, POSITIONS = 23, 16, 61, 4, 9
