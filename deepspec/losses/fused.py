@@ -1,9 +1,10 @@
-"""Cross-entropies, L1 distance and acceptance of many draft rows, value and gradient in one pass over chunks of rows.
+"""Cross-entropies, divergences and acceptance of many draft rows, value and gradient in one pass over chunks of rows.
 
 The head is frozen, so the gradient with respect to the draft states needs nothing from later: it is formed while a
 chunk's logits are at hand, and nothing of size [R, V] outlives its chunk. The loss must be one scalar for that,
-``sum_r w_r (ce * CE_r + soft * S_r + l1 * L1_r + lk * LK_r + mix * M_r)``: its terms share their denominator, which the
-caller divides by afterwards. S is the cross-entropy against the target's distribution, KL(p || q) plus p's own entropy.
+``sum_r w_r (ce * CE_r + soft * S_r + l1 * L1_r + lk * LK_r + mix * M_r + reverse * R_r + jsd * J_r)``: its terms share
+their denominator, which the caller divides by afterwards. S is the cross-entropy against the target's distribution,
+KL(p || q) plus p's own entropy; R = KL(q || p) and J = (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2, in nats.
 With a = 1 - L1/2, the chance of acceptance, LK = -log a, and M = c KL(p || q) + (1 - c) L1/2 with c = exp(-eta * a), a
 weight that is not differentiated: far from the target the divergence pulls, close to it the acceptance itself.
 
@@ -11,12 +12,19 @@ With q = softmax(z), p the target's distribution, y the label and s = sign(q - p
 
     d CE / dz = q - onehot(y)     d S / dz = q <p, 1> - p     d L1 / dz = q * (s - <q, s>)     d LK = dL1 / (2 a)
 
-So each row needs one factor for S and one for L1, and both are known when its acceptance is.
+    d R / dz = q * (log(q / p) - R)     d J / dz = q * (g - <q, g>) with g = log(q / m) / 2
+
+So each row needs one factor for S and one for L1, and both are known when its acceptance is. R and J read log(p / q),
+which is formed from logits and never from p or q: it stays finite and right where those underflow. With
+s(x) = log(1 + exp x), log(q / m) = ln 2 - s(log(p / q)) and log(p / m) = ln 2 - s(log(q / p)), so that
+J = ln 2 - (<q, s(log(p / q))> + <p, s(log(q / p))>) / 2.
 
 A reduced draft vocabulary has Vd of the target's V tokens. p is the target's softmax over all V, of which the Vd are
 taken; q is the draft's over the Vd. The L1 distance then also counts p's mass outside, which q does not change; S sums
-over the Vd; a row whose label lies outside has no cross-entropy, and counts in the denominators all the same. Whole
-rows of V exist for the target alone, once for each position of a chunk; none where the sums over V are known.
+over the Vd; a row whose label lies outside has no cross-entropy, and counts in the denominators all the same. R is
+sum q log(q / p) over the Vd, at least -log of p's mass inside. J counts ln 2 / 2 for each unit of p's mass outside, as
+its definition says where q = 0; the formula above already holds that. Whole rows of V exist for the target alone, once
+for each position of a chunk; none where the sums over V are known.
 
 Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
 the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of
@@ -25,6 +33,7 @@ the target's logits are then common to both distributions and cancel in q - p.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,6 +58,8 @@ class BlockLoss(NamedTuple):
     soft: Tensor  # [R] nats, zeros unless it or the mix has a weight
     l1: Tensor  # [R]
     agreement: Tensor  # [R] 1.0 where the target's most likely token is the draft's too
+    reverse: Tensor  # [R] KL(q || p) in nats, zeros unless it has a weight
+    jsd: Tensor  # [R] Jensen-Shannon divergence in nats, zeros unless it has a weight
 
     @property
     def acceptance(self) -> Tensor:
@@ -78,9 +89,10 @@ class _FusedRows(torch.autograd.Function):
         parts = Parts(*(part[scan.plan.inverse] for part in scan.parts))
         agreement = scan.agreement[scan.plan.inverse]
         ctx.gradients = scan.gradients() if wanted else (None, None, None)
-        ctx.mark_non_differentiable(parts.ce, parts.soft, parts.l1, agreement)
+        found = (parts.ce, parts.soft, parts.l1, agreement, parts.reverse, parts.jsd)
+        ctx.mark_non_differentiable(*found)
         total = (task.weights.to(parts.ce.dtype) * task.value(parts)).sum()
-        return total, parts.ce, parts.soft, parts.l1, agreement
+        return total, *found
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,9 +152,10 @@ class _Scan:
         used = _size(chunk.positions)
         target_logits = (self.whole[0] if self.task.needs_whole_rows else x)[:used]  # [u, V or Vd]
         slope = self._logits(chunk, judge, z, target_logits)
-        p, target_top, outside = self._target(target_logits, chunk.positions, y[:used])
+        p, target_top, outside, target_log_sum = self._target(target_logits, chunk.positions, y[:used])
         top, label_logit = z.amax(-1), z.gather(1, self.labels[rows, None]).squeeze(1)
         self.agreement[rows] = self._agrees(z, top, target_top[judge])
+        ratio = self._logit_difference(target_logits, x[:used], judge, z)  # before q takes the target's place
         q = torch.softmax(z, -1, out=x)
         log_sum = top - q.amax(-1).log()  # log sum exp z = max z - log max q
         parts.ce[rows] = (log_sum - label_logit) * self.sayable[rows]
@@ -153,33 +166,69 @@ class _Scan:
         if self.task.mix:
             parts.entropy[rows] = torch.special.entr(p, out=self.buffers[BUFFERS][: len(p)]).sum(-1)[judge]
         d = torch.index_select(p, 0, judge, out=z)
+        if ratio is not None and target_log_sum is not None:
+            ratio.add_((log_sum - target_log_sum[judge])[:, None])  # log(p / q)
+            ratio = self._divergences(rows, q, d, ratio, y)
         d.sub_(q)  # p - q
         parts.l1[rows] = torch.abs(d, out=y).sum(-1)  # sums are pairwise; a vector norm loses digits over a large V
         if outside is not None:
             parts.l1[rows] += outside[judge]
         if self.with_grad:
-            self._gradient(rows, q, torch.sign(d, out=y).mul_(q), d, excess, slope)
+            self._gradient(rows, q, torch.sign(d, out=y).mul_(q), d, excess, slope, ratio)
 
     def _expected(self, p: Tensor, judge: Tensor, z: Tensor) -> Tensor:
         """Return <p, z> [n] over the draft's vocabulary."""
         chosen = torch.index_select(p, 0, judge, out=self.buffers[BUFFERS][: len(z)])
         return chosen.mul_(z).sum(-1)
 
-    def _target(self, logits: Tensor, targets: slice, p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _logit_difference(self, logits: Tensor, place: Tensor, judge: Tensor, z: Tensor) -> Tensor | None:
+        """Return the target's logits less the draft's [n, Vd] where log(p / q) is wanted; ``place`` [u, Vd] is free.
+
+        The difference comes before both sums over the vocabulary: what the two have in common cancels exactly.
+        """
+        if not self.task.uses_ratio:
+            return None
+        if self.vocabulary is not None and self.task.needs_whole_rows:
+            logits = torch.index_select(logits, 1, self.vocabulary.ids, out=place)
+        return torch.index_select(logits, 0, judge, out=self.buffers[-1][: len(z)]).sub_(z)
+
+    def _divergences(self, rows: slice, q: Tensor, p: Tensor, ratio: Tensor, y: Tensor) -> Tensor:
+        """Note KL(q || p) and the Jensen-Shannon divergence of rows from ``ratio`` = log(p / q) [n, Vd].
+
+        Returns -q times what pulls at each token, d loss / dq but for what all tokens share, in the place of ``ratio``.
+        """
+        task = self.task
+        if task.jsd:
+            softplus = torch.logaddexp(ratio, ratio.new_zeros(()), out=y)  # functional.softplus cuts off at 20
+            of_p = torch.sub(softplus, ratio, out=self.buffers[BUFFERS][: len(y)]).mul_(p)
+            self.parts.jsd[rows] = math.log(2.0) - 0.5 * (of_p.sum(-1) + softplus.mul_(q).sum(-1))
+        ratio.mul_(q)
+        if task.reverse:
+            self.parts.reverse[rows] = -ratio.sum(-1)
+        ratio.mul_(task.reverse)
+        return ratio.add_(y, alpha=0.5 * task.jsd) if task.jsd else ratio
+
+    def _target(self, logits: Tensor, targets: slice, p: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Fill ``p`` [u, Vd] from the target's ``logits`` [u, V], or [u, Vd] where the sums over V are known.
 
-        Returns p, the draft id of its most likely token [u] (negative where it has none), and its mass outside [u].
+        Returns p, the draft id of its most likely token [u] (negative where it has none), its mass outside [u], and
+        for log(p / q) the log of what exp(logits) is to be divided by [u].
         """
         if self.vocabulary is None:
             torch.softmax(logits, -1, out=p)
-            return p, p.argmax(-1), None
+            return p, p.argmax(-1), None, self._log_sum(logits, p)
         if self.log_sum is not None and self.target_top is not None:
             torch.exp(logits.sub_(self.log_sum[targets, None]), out=p)
-            return p, self.vocabulary.index[self.target_top[targets]], (1.0 - p.sum(-1)).clamp(min=0.0)
+            outside = (1.0 - p.sum(-1)).clamp(min=0.0)
+            return p, self.vocabulary.index[self.target_top[targets]], outside, torch.zeros_like(outside)
         whole = torch.softmax(logits, -1, out=self.whole[1][: len(logits)])
         torch.index_select(whole, 1, self.vocabulary.ids, out=p)
         outside = (whole.sum(-1) - p.sum(-1)).clamp(min=0.0)
-        return p, self.vocabulary.index[whole.argmax(-1)], outside
+        return p, self.vocabulary.index[whole.argmax(-1)], outside, self._log_sum(logits, whole)
+
+    def _log_sum(self, logits: Tensor, softmax: Tensor) -> Tensor | None:
+        """Return log sum exp [u] of ``logits`` [u, V] whose softmax is known, where log(p / q) is wanted."""
+        return logits.amax(-1) - softmax.amax(-1).log() if self.task.uses_ratio else None
 
     def _agrees(self, z: Tensor, top: Tensor, target_top: Tensor) -> Tensor:
         """Return [n], 1.0 where the target's most likely token has the draft's largest logit ``top`` [n]."""
@@ -209,11 +258,19 @@ class _Scan:
         return slope
 
     def _gradient(
-        self, rows: slice, q: Tensor, grad: Tensor, difference: Tensor, excess: Tensor | None, slope: Tensor | None
+        self,
+        rows: slice,
+        q: Tensor,
+        grad: Tensor,
+        difference: Tensor,
+        excess: Tensor | None,
+        slope: Tensor | None,
+        pull: Tensor | None,
     ) -> None:
         """Turn ``grad`` = q * sign(p - q) [n, Vd] into d loss / dz and push it through head and Markov matrix.
 
-        ``difference`` is p - q; ``excess`` [n, 1] is <p, 1> - 1 where that is not zero.
+        ``difference`` is p - q; ``excess`` [n, 1] is <p, 1> - 1 where that is not zero; ``pull`` is what
+        ``_divergences`` returns.
         """
         task, head, weights = self.task, self.head, self.weights[rows, None]
         ce = task.ce * self.sayable[rows, None]
@@ -224,6 +281,9 @@ class _Scan:
         if task.uses_soft:
             share = share if excess is None else share + of_soft * excess
             grad.sub_(difference.mul_(of_soft * weights))
+        if pull is not None:
+            share = share + pull.sum(-1, keepdim=True)
+            grad.sub_(pull.mul_(weights))
         grad.add_(q.mul_(weights * share))
         grad.scatter_add_(1, self.labels[rows, None], -ce * weights)
         if self.markov is not None and self.w2 is not None:

@@ -29,6 +29,8 @@ class Parts(NamedTuple):
     soft: Tensor
     entropy: Tensor
     l1: Tensor
+    reverse: Tensor
+    jsd: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class RowTask:
     eta: float = 1.0
     target_log_sum: Tensor | None = None  # [U] log sum exp of the target's logits over V, if known
     target_top: Tensor | None = None  # [U] its likeliest token; known with the sum
+    reverse: float = 0.0
+    jsd: float = 0.0
 
     @property
     def draft_head(self) -> FrozenHead:
@@ -76,16 +80,28 @@ class RowTask:
     @property
     def num_buffers(self) -> int:
         """Buffers with a row of Vd for each row of a chunk."""
-        return BUFFERS + self.uses_soft
+        return BUFFERS + self.uses_scratch + self.uses_ratio
 
     @property
     def uses_soft(self) -> bool:
         """Whether the cross-entropy against the target's distribution is needed."""
         return self.soft != 0 or self.mix != 0
 
+    @property
+    def uses_ratio(self) -> bool:
+        """Whether log(p / q) of every token is needed, in the last buffer."""
+        return self.reverse != 0 or self.jsd != 0
+
+    @property
+    def uses_scratch(self) -> bool:
+        """Whether a buffer for passing results is needed, behind the first ones."""
+        return self.uses_soft or self.jsd != 0
+
     def value(self, parts: Parts) -> Tensor:
         """Return the loss [R] of rows from their parts."""
         found = self.ce * parts.ce + self.soft * parts.soft + self.l1 * parts.l1
+        if self.uses_ratio:
+            found = found + self.reverse * parts.reverse + self.jsd * parts.jsd
         if self.lk:
             found = found - self.lk * _acceptance(parts.l1).log()
         if self.mix:
