@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from deepspec.contracts import Features
 from deepspec.errors import ConfigError
-from deepspec.losses.fused import whole_sums
+from deepspec.losses.products import whole_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

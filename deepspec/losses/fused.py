@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from deepspec.losses.chunks import by_position
-from deepspec.losses.products import back_project, project
+from deepspec.losses.products import back_project, finish, project
 from deepspec.losses.task import BUFFERS, CHUNK_BYTES, WHOLE_BUFFERS, Parts
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from deepspec.losses.chunks import Chunk
     from deepspec.losses.task import RowTask
-    from deepspec.nn.head import FrozenHead
 
 
 class BlockLoss(NamedTuple):
@@ -251,8 +250,8 @@ class _Scan:
             if self.vocabulary is not None and self.task.needs_whole_rows:
                 common = target_logits.index_select(1, self.vocabulary.ids)
             z.add_(common[judge])
-        _finish(target_logits, judges, with_slope=False)
-        slope = _finish(z, head, with_slope=self.with_grad)
+        finish(target_logits, judges, with_slope=False)
+        slope = finish(z, head, with_slope=self.with_grad)
         if self.markov is not None and self.w2 is not None:
             z.addmm_(self.markov[rows], self.w2.t())
         return slope
@@ -307,27 +306,3 @@ class _Scan:
 
 def _size(part: slice) -> int:
     return int(part.stop - part.start)
-
-
-def whole_sums(states: Tensor, head: FrozenHead) -> tuple[Tensor, Tensor]:
-    """Return log sum exp [n] of the head's fp32 logits of ``states`` [n, D], and their largest entry's place [n]."""
-    logits = torch.empty(len(states), head.vocab_size, device=states.device)
-    project(states, head.weight, logits)
-    _finish(logits, head, with_slope=False)
-    top = logits.argmax(-1)
-    largest = logits.gather(-1, top[:, None]).squeeze(-1)
-    return largest - logits.softmax(-1).amax(-1).log(), top  # softmax takes a third of logsumexp's time on a CPU
-
-
-def _finish(raw: Tensor, head: FrozenHead, *, with_slope: bool) -> Tensor | None:
-    """Apply bias, scale and soft-cap to ``raw`` in place; return d softcap / d input when it is wanted and not 1."""
-    if head.bias is not None:
-        raw.add_(head.bias.to(raw.dtype))
-    if head.logit_scale != 1.0:
-        raw.mul_(head.logit_scale)
-    if head.logit_softcap is None:
-        return None
-    raw.div_(head.logit_softcap).tanh_()
-    slope = 1.0 - raw.square() if with_slope else None
-    raw.mul_(head.logit_softcap)
-    return slope

@@ -10,7 +10,7 @@ from deepspec.data.collate import collate
 from deepspec.engine.base import LossModule
 from deepspec.errors import ConfigError
 from deepspec.features.online import OnlineFeatures, RememberedFeatures, SummedFeatures
-from deepspec.losses.fused import whole_sums
+from deepspec.losses.products import whole_sums
 from deepspec.nn.head import FrozenHead
 from tests.helpers import tiny_target
 from tests.unit.drafters.small import drafter, row
