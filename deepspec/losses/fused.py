@@ -26,6 +26,9 @@ sum q log(q / p) over the Vd, at least -log of p's mass inside. J counts ln 2 / 
 its definition says where q = 0; the formula above already holds that. Whole rows of V exist for the target alone, once
 for each position of a chunk; none where the sums over V are known.
 
+D-PACE weighs a row by the cross-entropies of its whole block (``RowTask.pace``). Chunks then hold whole blocks, and the
+weights are known before the gradient is formed; a target position that two chunks need is projected in both.
+
 Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
 the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of
 the target's logits are then common to both distributions and cancel in q - p.
@@ -38,14 +41,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from deepspec.losses.chunks import by_position
+from deepspec.losses.chunks import by_block, by_position
 from deepspec.losses.products import back_project, finish, project
+from deepspec.losses.rows import pace_weights
 from deepspec.losses.task import BUFFERS, CHUNK_BYTES, WHOLE_BUFFERS, Parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deepspec.losses.chunks import Chunk
+    from deepspec.losses.chunks import Chunk, Plan
     from deepspec.losses.task import RowTask
 
 
@@ -90,7 +94,7 @@ class _FusedRows(torch.autograd.Function):
         ctx.gradients = scan.gradients() if wanted else (None, None, None)
         found = (parts.ce, parts.soft, parts.l1, agreement, parts.reverse, parts.jsd)
         ctx.mark_non_differentiable(*found)
-        total = (task.weights.to(parts.ce.dtype) * task.value(parts)).sum()
+        total = (scan.weights[scan.plan.inverse] * task.value(parts)).sum()
         return total, *found
 
     @staticmethod
@@ -108,9 +112,7 @@ class _Scan:
     ) -> None:
         self.task, self.with_grad = task, with_grad
         self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        row_bytes = task.row_elements * (8 if self.wide == torch.float64 else 4)
-        chunk_rows = task.chunk_rows or max(1, CHUNK_BYTES.get(hidden.device.type, 2**28) // row_bytes)
-        self.plan = by_position(task.target_index, chunk_rows)
+        self.plan = self._plan(hidden.device)
         order, positions = self.plan.order, self.plan.positions
         self.hidden = hidden.detach()[order]  # [R, D]
         self.target_hidden = task.target_hidden.detach()[positions]  # [U', D]
@@ -127,6 +129,14 @@ class _Scan:
         self.markov = None if markov is None else markov.detach()[order].to(self.wide)
         self.w2 = None if w2 is None else w2.detach().to(self.wide)
         self._allocate()
+
+    def _plan(self, device: torch.device) -> Plan:
+        task = self.task
+        row_bytes = task.row_elements * (8 if self.wide == torch.float64 else 4)
+        chunk_rows = task.chunk_rows or max(1, CHUNK_BYTES.get(device.type, 2**28) // row_bytes)
+        if task.pace is None:
+            return by_position(task.target_index, chunk_rows)
+        return by_block(task.target_index, task.pace.block, len(task.target_hidden), chunk_rows)
 
     def _allocate(self) -> None:
         device, rows = self.hidden.device, self.hidden.shape[0]
@@ -158,6 +168,7 @@ class _Scan:
         q = torch.softmax(z, -1, out=x)
         log_sum = top - q.amax(-1).log()  # log sum exp z = max z - log max q
         parts.ce[rows] = (log_sum - label_logit) * self.sayable[rows]
+        self._pace(chunk)
         excess = None if outside is None else -outside[judge, None]  # <p, 1> - 1
         if self.task.uses_soft:
             mass = 1.0 if excess is None else 1.0 + excess[:, 0]
@@ -174,6 +185,18 @@ class _Scan:
             parts.l1[rows] += outside[judge]
         if self.with_grad:
             self._gradient(rows, q, torch.sign(d, out=y).mul_(q), d, excess, slope, ratio)
+
+    def _pace(self, chunk: Chunk) -> None:
+        """Let the rows of whole blocks weigh as D-PACE says, when it is asked for."""
+        pace, block, rows = self.task.pace, self.plan.block, chunk.rows
+        if pace is None or block is None:
+            return
+        place = (block[rows] - chunk.blocks.start, pace.slot[self.plan.order[rows]])
+        chance = self.parts.ce.new_zeros(_size(chunk.blocks), pace.gamma)
+        chance[place] = torch.exp(-self.parts.ce[rows]) * self.sayable[rows]
+        mask = torch.zeros_like(chance, dtype=torch.bool)
+        mask[place] = True
+        self.weights[rows] *= pace_weights(chance, mask, pace.smoothing)[place]
 
     def _expected(self, p: Tensor, judge: Tensor, z: Tensor) -> Tensor:
         """Return <p, z> [n] over the draft's vocabulary."""

@@ -80,5 +80,17 @@ def binary_cross_entropy(confidence_logits: Tensor, acceptance: Tensor) -> Tenso
     return functional.binary_cross_entropy_with_logits(wide, acceptance.to(wide.dtype), reduction="none")
 
 
+def pace_weights(confidence: Tensor, mask: Tensor, smoothing: float) -> Tensor:
+    """Return D-PACE's weights [..., K] of the slots of blocks (arXiv 2605.18810, eq. 7-9); no gradient flows.
+
+    ``confidence`` [..., K] is the draft's probability of each label, ``mask`` [..., K] True on the slots that count:
+    a block's first ones. With c_i = (1 - smoothing) * confidence_i + smoothing, slot j weighs
+    sum_(m >= j) prod_(i <= m) c_i over the slots m that count, and 0 where it does not count.
+    """
+    smoothed = (1.0 - smoothing) * confidence.detach() + smoothing
+    reach = torch.where(mask, smoothed, 0.0).cumprod(-1)
+    return reach.flip(-1).cumsum(-1).flip(-1)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

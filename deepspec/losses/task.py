@@ -33,6 +33,19 @@ class Parts(NamedTuple):
     jsd: Tensor
 
 
+class Pace(NamedTuple):
+    """D-PACE (arXiv 2605.18810): a row weighs what its log-probability adds to the expected accepted length.
+
+    Its weight comes from what the draft gives to the labels of its whole block (``rows.pace_weights``), and
+    multiplies the task's; no gradient flows through it. A label outside the draft's vocabulary has chance 0.
+    """
+
+    smoothing: float  # alpha
+    block: Tensor  # [R] the same number for the rows of a block
+    slot: Tensor  # [R] place in the block, from 0 without a gap
+    gamma: int  # slots of a block
+
+
 @dataclass(frozen=True)
 class RowTask:
     """Everything of a pass that needs no gradient."""
@@ -55,6 +68,7 @@ class RowTask:
     target_top: Tensor | None = None  # [U] its likeliest token; known with the sum
     reverse: float = 0.0
     jsd: float = 0.0
+    pace: Pace | None = None  # None: the weights are the task's
 
     @property
     def draft_head(self) -> FrozenHead:
