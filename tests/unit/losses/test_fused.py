@@ -194,8 +194,8 @@ def test_the_other_divergences_of_low_precision_states(mode: Any) -> None:
 
 
 def test_buffers_are_there_for_what_is_asked() -> None:
-    task = make().task
-    sizes = [replace(task, **over).num_buffers for over in ({}, {"soft": 1.0}, {"reverse": 1.0}, {"jsd": 1.0})]
+    task, asked = make().task, [{}, {"soft": 1.0}, {"reverse": 1.0}, {"jsd": 1.0}]
+    sizes = [replace(task, **over).num_buffers for over in asked]  # type: ignore[arg-type]
     assert sizes == [3, 4, 4, 5]
 
 

@@ -57,7 +57,8 @@ def chances(case: Case) -> Tensor:
 
 def weights(case: Case) -> Tensor:
     """The closed form, block after block, times the task's own weights."""
-    found, known, pace = [], chances(case).tolist(), case.task.pace
+    found: list[float] = []
+    known, pace = chances(case).tolist(), case.task.pace
     assert pace is not None
     for _, length in BLOCKS:
         found += closed_form(known[len(found) : len(found) + length], pace.smoothing)
