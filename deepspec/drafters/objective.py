@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from deepspec.contracts import Ratio
-from deepspec.losses.fused import BlockLoss, RowTask, block_loss
+from deepspec.losses.fused import BlockLoss, block_loss
+from deepspec.losses.task import Pace, RowTask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from deepspec.contracts import Batch, Conventions, Features
     from deepspec.drafters.base import Drafter
-    from deepspec.losses.fused import LossMode
+    from deepspec.losses.task import LossMode
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Terms(NamedTuple):
     lk: float = 0.0  # -log of the acceptance
     mix: float = 0.0  # KL divergence far from the target, total variation close to it
     eta: float = 1.0  # how fast that turns
+    reverse: float = 0.0  # KL(q || p)
+    jsd: float = 0.0  # Jensen-Shannon divergence
+    pace: float | None = (
+        None  # smoothing of D-PACE's weights, which take the place of the slots' own; None: they do not
+    )
 
 
 class LogitBias(NamedTuple):
@@ -77,6 +83,14 @@ def total_weight(batch: Batch, weights: Sequence[float]) -> Tensor:
     return (mask * torch.tensor(weights, device=mask.device)).sum()
 
 
+def supervised_blocks(batch: Batch, gamma: int) -> Tensor:
+    """Return how many blocks (0-d fp32) have a slot that counts, which a loss with D-PACE's weights is divided by.
+
+    Its weights depend on the draft, so that their sum is not known from the batch; they stay in the numerator.
+    """
+    return slot_mask(batch, gamma)[..., 0].sum().float()
+
+
 def supervised_rows(batch: Batch, conventions: Conventions, weights: Sequence[float]) -> Rows:
     """Pick the slots that count, by ``weights`` (K); the others cost nothing.
 
@@ -108,7 +122,7 @@ def draft_loss(
         target_hidden=features.last_hidden.flatten(0, 1),
         target_index=rows.position,
         labels=rows.label,
-        weights=rows.weight,
+        weights=rows.weight if terms.pace is None else torch.ones_like(rows.weight),
         head=drafter.head,
         vocabulary=drafter.vocabulary,
         ce=terms.ce,
@@ -117,6 +131,9 @@ def draft_loss(
         mix=terms.mix,
         eta=terms.eta,
         l1=terms.l1,
+        reverse=terms.reverse,
+        jsd=terms.jsd,
+        pace=None if terms.pace is None else Pace(terms.pace, rows.block, rows.slot, rows.mask.shape[2]),
         mode=loss_mode(drafter, states),
         **_known_sums(drafter, features),
     )
@@ -138,8 +155,14 @@ def loss_mode(drafter: Drafter, states: Tensor) -> LossMode:
     return "exact" if states.is_cuda or wide else "common_mode"
 
 
-def draft_metrics(rows: Rows, loss: BlockLoss) -> dict[str, Ratio]:
-    """Return detached metrics: weighted losses, and acceptance and agreement by position, each slot counting once."""
+def draft_metrics(rows: Rows, loss: BlockLoss, terms: Terms) -> dict[str, Ratio]:
+    """Return detached metrics: losses, and acceptance and agreement by position, each slot counting once.
+
+    The losses weigh slots as the batch says, under D-PACE too, so that runs can be compared; those that cost a pass of
+    their own are there where ``terms`` asks for them.
+    """
+    asked = {"soft_ce": (terms.soft, loss.soft), "reverse_kl": (terms.reverse, loss.reverse)}
+    asked["jsd"] = (terms.jsd, loss.jsd)
     weight, mask = rows.weight.sum(), rows.mask
     counts = mask.sum(dim=(0, 1)).float()  # [K]
     acceptance = loss.acceptance.float()
@@ -154,4 +177,5 @@ def draft_metrics(rows: Rows, loss: BlockLoss) -> dict[str, Ratio]:
         "acceptance": Ratio(zeros.index_add(0, rows.slot, acceptance), counts),
         "top1": Ratio(zeros.index_add(0, rows.slot, loss.agreement.float()), counts),
         "expected_length": Ratio((expected * full).sum(), full.sum()),
+        **{name: Ratio((rows.weight * value).sum(), weight) for name, (share, value) in asked.items() if share},
     }

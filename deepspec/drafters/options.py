@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deepspec.drafters.objective import Terms
 
+TERMS = ("ce", "soft_ce", "l1", "lk", "lk_mix", "reverse_kl", "jsd")
+"""The keys that weigh a part of the draft's loss."""
+
 
 @dataclass(frozen=True)
 class DrafterOptions:
@@ -36,6 +39,8 @@ class DrafterOptions:
         default=0.0, metadata={"help": "Weight of c KL + (1 - c) TV with c = exp(-lk_eta * acceptance)"}
     )
     lk_eta: float = field(default=3.0, metadata={"help": "How fast lk_mix turns from KL to TV"})
+    reverse_kl: float = field(default=0.0, metadata={"help": "Weight of KL(q || p)"})
+    jsd: float = field(default=0.0, metadata={"help": "Weight of the Jensen-Shannon divergence of p and q"})
 
     @property
     def gamma(self) -> int:
@@ -47,7 +52,16 @@ class DrafterOptions:
         """The weights of the draft's loss."""
         from deepspec.drafters.objective import Terms
 
-        return Terms(ce=self.ce, soft=self.soft_ce, l1=self.l1, lk=self.lk, mix=self.lk_mix, eta=self.lk_eta)
+        return Terms(
+            ce=self.ce,
+            soft=self.soft_ce,
+            l1=self.l1,
+            lk=self.lk,
+            mix=self.lk_mix,
+            eta=self.lk_eta,
+            reverse=self.reverse_kl,
+            jsd=self.jsd,
+        )
 
     def problems(self) -> list[str]:
         """List every mistake that the values alone show, each with the key to change."""
@@ -62,8 +76,7 @@ class DrafterOptions:
         return {}
 
     def _loss_weights(self) -> dict[str, float]:
-        names = ("ce", "soft_ce", "l1", "lk", "lk_mix", "lk_eta")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*TERMS, "lk_eta")}
 
     def _shortest_window(self) -> tuple[int, str]:
         """Return the smallest sliding window that makes sense, and what a smaller one lacks."""
@@ -97,9 +110,9 @@ class DrafterOptions:
             for key, value in self._loss_weights().items()
             if not math.isfinite(value) or value < 0
         ]
-        if not any((self.ce, self.soft_ce, self.l1, self.lk, self.lk_mix)):
+        if not any(getattr(self, name) for name in TERMS):
             problems.append(
-                "drafter.ce, soft_ce, l1, lk and lk_mix are all 0, which leaves nothing to learn: "
+                f"drafter.{', '.join(TERMS[:-1])} and {TERMS[-1]} are all 0, which leaves nothing to learn: "
                 "give one of them a weight"
             )
         return problems

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from deepspec.contracts import Features
-from deepspec.losses.fused import whole_sums
+from deepspec.losses.products import whole_sums
 from deepspec.nn.spans import document_spans, is_packed, neighbours, one_document, part_of_row
 
 if TYPE_CHECKING:

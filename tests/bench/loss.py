@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepspec.losses.fused import RowTask, block_loss
+from deepspec.losses.fused import block_loss
+from deepspec.losses.task import RowTask
 from deepspec.nn.head import FrozenHead
 
 ROOT = Path(__file__).parents[2]

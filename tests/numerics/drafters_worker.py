@@ -23,6 +23,7 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "dspark": drafter,
     "dspark gated": partial(drafter, markov_head="gated"),
     "dspark rnn": partial(drafter, markov_head="rnn"),
+    "dspark D-PACE": partial(drafter, position_weights="dpace"),
     "dflash fill-in": partial(dflash, block_layout="fill_in"),
     "eagle3": partial(eagle3, num_layers=2),
     "mtp": mtp,

@@ -51,6 +51,6 @@ def test_every_drafter_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "measured.json"
     assert start_ranks("tests.numerics.drafters_worker", str(out), world_size=2) == [0, 0]
     measured = json.loads(out.read_text())
-    assert len(measured) == 24
+    assert len(measured) == 28
     for name, distance in measured.items():
         assert distance <= GRADIENT, f"{name}: the gradient is off by {distance:.2e}"

@@ -100,7 +100,10 @@ class BlockDrafter(Drafter):
 
     def denominators(self, batch: Batch) -> dict[str, Tensor]:
         """Return the weight (0-d fp32) of each loss term, from the batch alone."""
-        return dict.fromkeys(self.coefficients, objective.total_weight(batch, self.config.slot_weights))
+        weights = dict.fromkeys(self.coefficients, objective.total_weight(batch, self.config.slot_weights))
+        if self.config.terms.pace is not None:
+            weights["draft"] = objective.supervised_blocks(batch, self.config.gamma)
+        return weights
 
     def supervised_rows(self, batch: Batch) -> Rows:
         """Return the slots of ``batch`` that count."""

@@ -10,6 +10,7 @@ from deepspec.drafters.options import DrafterOptions
 
 if TYPE_CHECKING:
     from deepspec.contracts import BlockLayout
+    from deepspec.drafters.objective import Terms
 
 MIN_FITTED_LAYERS = 2  # one that is fitted, and one from the target
 
@@ -25,6 +26,17 @@ class BlockOptions(DrafterOptions):
     )
     fit_samples: int = field(default=256, metadata={"help": "Training samples that init=fitted looks at"})
     decay: float = field(default=4.0, metadata={"help": "Slot j weighs exp(-j / decay), j from 0"})
+    position_weights: Literal["decay", "none", "dpace"] = field(
+        default="decay",
+        metadata={
+            "help": "What slots weigh in the draft's loss: as decay says, all alike, "
+            "or what each adds to the expected accepted length (D-PACE)"
+        },
+    )
+    pace_smoothing: float = field(
+        default=0.5,
+        metadata={"help": "D-PACE counts a chance q of the text's token as (1 - pace_smoothing) q + pace_smoothing"},
+    )
 
     @property
     def block_layout(self) -> BlockLayout:
@@ -33,14 +45,21 @@ class BlockOptions(DrafterOptions):
 
     @property
     def slot_weights(self) -> list[float]:
-        """exp(-j / decay) of each slot j (K)."""
+        """The weight of each slot (K); under D-PACE that of the confidence term and of metrics alone."""
+        if self.position_weights == "none":
+            return [1.0] * self.gamma
         return [math.exp(-slot / self.decay) for slot in range(self.gamma)]
+
+    @property
+    def terms(self) -> Terms:
+        """The weights of the draft's loss."""
+        return super().terms._replace(pace=self.pace_smoothing if self.position_weights == "dpace" else None)
 
     def _sizes(self) -> dict[str, int | None]:
         return {**super()._sizes(), "gamma": self.gamma, "fit_samples": self.fit_samples}
 
     def _choices(self) -> dict[str, tuple[str, ...]]:
-        return {"init": ("random", "target", "fitted")}
+        return {"init": ("random", "target", "fitted"), "position_weights": ("decay", "none", "dpace")}
 
     def _choice_problems(self) -> list[str]:
         problems = super()._choice_problems()
@@ -52,4 +71,6 @@ class BlockOptions(DrafterOptions):
         problems = super()._weight_problems()
         if not self.decay > 0:
             problems.append(f"drafter.decay={self.decay} must be above 0 (.inf weighs every slot alike)")
+        if not 0 < self.pace_smoothing <= 1:
+            problems.append(f"drafter.pace_smoothing={self.pace_smoothing} must be above 0 and at most 1")
         return problems

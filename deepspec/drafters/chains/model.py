@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from deepspec.contracts import Conventions, LossOutput, Proposal, Ratio
+from deepspec.contracts import Conventions, LossOutput, Proposal
 from deepspec.drafters import objective
 from deepspec.drafters.base import Drafter, require_finite
 from deepspec.errors import ConfigError
@@ -114,10 +114,7 @@ class ChainDrafter(Drafter):
         rows = objective.supervised_rows(batch, self.conventions, self.config.slot_weights)
         states = self.block_states(batch, features).flatten(0, 2)[rows.index]  # [R, D]
         loss = objective.draft_loss(self, self.config.terms, rows, states, features)
-        metrics = objective.draft_metrics(rows, loss)
-        if self.config.terms.soft:
-            metrics["soft_ce"] = Ratio((rows.weight * loss.soft).sum(), rows.weight.sum())
-        return LossOutput(sums={"draft": loss.total}, metrics=metrics)
+        return LossOutput(sums={"draft": loss.total}, metrics=objective.draft_metrics(rows, loss, self.config.terms))
 
     def block_states(self, batch: Batch, features: Features) -> Tensor:
         """Run the chains of all anchors side by side; return final-normed states [B, A, K, D]."""

@@ -19,5 +19,6 @@ class DFlashDrafter(BlockDrafter):
         """Return the weighted sums of the loss terms and the detached metrics of a micro-batch."""
         rows = self.supervised_rows(batch)
         states = self.block_states(batch, features.hidden).flatten(0, 2)[rows.index]  # [R, D]
-        loss = objective.draft_loss(self, self.config.terms, rows, states, features)
-        return LossOutput(sums={"draft": loss.total}, metrics=objective.draft_metrics(rows, loss))
+        terms = self.config.terms
+        loss = objective.draft_loss(self, terms, rows, states, features)
+        return LossOutput(sums={"draft": loss.total}, metrics=objective.draft_metrics(rows, loss, terms))

@@ -65,7 +65,7 @@ class DSparkDrafter(BlockDrafter):
         states = hidden.flatten(0, 2)[rows.index]  # [R, D]
         embeddings = None if self.markov_head is None else self.markov_head.markov_w1(rows.previous)  # [R, r]
         loss = self._draft_loss(rows, states, embeddings, features, hidden, batch)
-        sums, metrics = {"draft": loss.total}, objective.draft_metrics(rows, loss)
+        sums, metrics = {"draft": loss.total}, objective.draft_metrics(rows, loss, self.config.terms)
         if self.confidence_head is not None:
             seen = embeddings if self.config.confidence_sees_markov else None
             logits = self.confidence_head(states, seen).float()  # [R]

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from deepspec.contracts import Batch, Features
 from deepspec.drafters.eagle3.config import Eagle3Config
 from deepspec.drafters.eagle3.model import Eagle3Drafter
-from deepspec.losses.fused import RowTask, block_loss
+from deepspec.losses.fused import block_loss
+from deepspec.losses.task import RowTask
 from deepspec.nn.head import FrozenHead
 from tests.unit.drafters.small import target_info
 

@@ -9,7 +9,7 @@ from deepspec.contracts import Batch, Features, Sample
 from deepspec.data.collate import Document, collate
 from deepspec.engine.base import LossModule
 from deepspec.features.online import OnlineFeatures, RememberedFeatures, SummedFeatures
-from deepspec.losses.fused import whole_sums
+from deepspec.losses.products import whole_sums
 from deepspec.nn.head import FrozenHead
 from tests.helpers import tiny_target
 from tests.unit.drafters.small import drafter, row

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from deepspec.losses import rows
-from deepspec.losses.fused import BlockLoss, RowTask, block_loss
+from deepspec.losses.fused import BlockLoss, block_loss
+from deepspec.losses.task import RowTask
 from deepspec.nn.head import FrozenHead
 
 ROWS, WIDTH, VOCAB, RANK, POSITIONS = 23, 16, 61, 4, 9
@@ -49,10 +50,26 @@ class Case:
             value = value + task.lk * rows.negative_log_acceptance(z, t)
         if task.mix:
             value = value + task.mix * rows.adaptive_mix(z, t, task.eta)
+        reverse = rows.reverse_kl(z, t) if task.reverse else torch.zeros_like(ce)
+        jsd = rows.jensen_shannon(z, t) if task.jsd else torch.zeros_like(ce)
+        value = value + task.reverse * reverse + task.jsd * jsd
         total = (task.weights * value).sum()
         inputs = [x for x in (self.hidden, self.markov, self.w2) if x is not None]
         agreement = (z.argmax(-1) == t.argmax(-1)).to(ce.dtype)
-        return BlockLoss(total, ce, soft, l1, agreement), list(torch.autograd.grad(1.7 * total, inputs))
+        loss = BlockLoss(total, ce, soft, l1, agreement, reverse, jsd)
+        return loss, list(torch.autograd.grad(1.7 * total, inputs))
+
+    def widened(self) -> Case:
+        """The same numbers in fp64."""
+        task = self.task
+        wide = replace(
+            task,
+            target_hidden=task.target_hidden.double(),
+            weights=task.weights.double(),
+            head=task.head.to(dtype=torch.float64),
+        )
+        markov, w2 = (None if x is None else x.detach().double().requires_grad_() for x in (self.markov, self.w2))
+        return Case(self.hidden.detach().double().requires_grad_(), markov, w2, wide)
 
 
 def make(
@@ -126,6 +143,62 @@ def test_likelihood_of_acceptance(ce: float, l1: float, terms: dict[str, float],
     same(case.run(chunk_rows=7), case.obvious(), 1e-11)
 
 
+DIVERGENCES = [{"reverse": 0.6}, {"jsd": 0.7}, {"reverse": 0.3, "jsd": 0.4, "soft": 0.2, "lk": 0.1, "mix": 0.5}]
+
+
+@pytest.mark.parametrize("mode", ["exact", "common_mode"])
+@pytest.mark.parametrize("terms", DIVERGENCES)
+@pytest.mark.parametrize(("ce", "l1"), [(0.0, 0.0), (0.1, 0.9)])
+def test_the_other_divergences(ce: float, l1: float, terms: dict[str, float], mode: Any) -> None:
+    case = make("all")
+    case.task = replace(case.task, ce=ce, l1=l1, mode=mode, **terms)  # type: ignore[arg-type]
+    same(case.run(chunk_rows=7), case.obvious(), 1e-11)
+
+
+@pytest.mark.parametrize("terms", DIVERGENCES)
+def test_the_other_divergences_in_fp32(terms: dict[str, float]) -> None:
+    case = make("all", dtype=torch.float32)
+    case.task = replace(case.task, **terms)  # type: ignore[arg-type]
+    same(case.run(), case.obvious(), 1e-5)
+
+
+@pytest.mark.parametrize("scale", [30.0, 200.0])
+@pytest.mark.parametrize("terms", DIVERGENCES[:2])
+def test_the_other_divergences_of_saturated_rows(terms: dict[str, float], scale: float) -> None:
+    """p and q underflow at most tokens; KL(q || p) is as large as the logits, its gradient 0 where q is one-hot."""
+    case = make(dtype=torch.float32, scale=scale)
+    case.task = replace(case.task, ce=0.0, l1=0.0, **terms)  # type: ignore[arg-type]
+    (loss, gradients), wide = case.run(), case.widened().obvious()
+    p = case.task.head.logits(case.task.target_hidden).softmax(-1)
+    assert (p == 0.0).any(-1).all()
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    if "reverse" in terms:
+        assert loss.reverse.max() > scale
+    torch.testing.assert_close(loss.reverse.double(), wide[0].reverse, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(loss.jsd.double(), wide[0].jsd, atol=1e-4, rtol=1e-4)
+    for gradient, expected in zip(gradients, wide[1], strict=True):
+        assert (gradient.double() - expected).norm() <= 1e-3 * expected.norm() + 1e-6
+
+
+@pytest.mark.parametrize("mode", ["exact", "common_mode"])
+def test_the_other_divergences_of_low_precision_states(mode: Any) -> None:
+    """fp32 products of bf16 numbers are right to 1e-5; common_mode rounds h_draft - h_target, one part in 256 of it."""
+    case = make(dtype=torch.bfloat16, markov=False)
+    case.task = replace(case.task, reverse=0.6, jsd=0.7, mode=mode)
+    (fused, gradients), (plain, expected) = case.run(), case.widened().obvious()
+    tolerance = 1e-5 if mode == "exact" else 2e-2
+    for value, wanted in ((fused.reverse, plain.reverse), (fused.jsd, plain.jsd)):
+        assert (value.double() - wanted).norm() <= tolerance * wanted.norm()
+    assert gradients[0].dtype == torch.bfloat16
+    assert (gradients[0].double() - expected[0]).norm() <= max(1e-2, 2 * tolerance) * expected[0].norm()
+
+
+def test_buffers_are_there_for_what_is_asked() -> None:
+    task, asked = make().task, [{}, {"soft": 1.0}, {"reverse": 1.0}, {"jsd": 1.0}]
+    sizes = [replace(task, **over).num_buffers for over in asked]  # type: ignore[arg-type]
+    assert sizes == [3, 4, 4, 5]
+
+
 @pytest.mark.parametrize("chunk_rows", [1, 2, 7, 1000])
 def test_the_size_of_a_chunk_changes_nothing(chunk_rows: int) -> None:
     case = make("all")
@@ -179,18 +252,7 @@ def test_acceptance_is_the_overlap_of_the_distributions() -> None:
 
 def test_low_precision_exact_keeps_fp32_products() -> None:
     case = make(dtype=torch.bfloat16, markov=False)
-    wide = Case(
-        case.hidden.detach().double().requires_grad_(),
-        None,
-        None,
-        replace(
-            case.task,
-            target_hidden=case.task.target_hidden.double(),
-            weights=case.task.weights.double(),
-            head=case.task.head.to(dtype=torch.float64),
-        ),
-    )
-    (fused, gradients), (plain, expected) = case.run(), wide.obvious()
+    (fused, gradients), (plain, expected) = case.run(), case.widened().obvious()
     torch.testing.assert_close(fused.l1.double(), plain.l1, atol=1e-5, rtol=1e-5)
     assert gradients[0].dtype == torch.bfloat16
     assert (gradients[0].double() - expected[0]).norm() <= 1e-2 * expected[0].norm()

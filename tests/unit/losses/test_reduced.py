@@ -47,10 +47,19 @@ def obvious(case: Case) -> tuple[BlockLoss, list[torch.Tensor]]:
     share = torch.exp(-task.eta * accepted).detach()
     mixed = share * (soft - torch.special.entr(inside_p).sum(-1)) + (1.0 - share) * 0.5 * l1
     value = task.ce * ce + task.soft * soft + task.l1 * l1 - task.lk * accepted.log() + task.mix * mixed
+    reverse, jsd = torch.zeros_like(ce), torch.zeros_like(ce)
+    if task.uses_ratio:
+        inside_q, m = z.softmax(-1), 0.5 * (p + q)
+        reverse = (inside_q * (inside_q / inside_p).log()).sum(-1)
+        of_q = inside_q * (inside_q / m[:, vocabulary.ids]).log()
+        jsd = 0.5 * ((p * (p / m).log()).sum(-1) + of_q.sum(-1))  # p over all V: log 2 where q is 0
+        value = value + task.reverse * reverse + task.jsd * jsd
+        reverse, jsd = reverse * bool(task.reverse), jsd * bool(task.jsd)
     total = (task.weights * value).sum()
     inputs = [x for x in (case.hidden, case.markov, case.w2) if x is not None]
     agreement = (q.argmax(-1) == p.argmax(-1)).to(ce.dtype)
-    return BlockLoss(total, ce, soft, l1, agreement), list(torch.autograd.grad(1.7 * total, inputs))
+    loss = BlockLoss(total, ce, soft, l1, agreement, reverse, jsd)
+    return loss, list(torch.autograd.grad(1.7 * total, inputs))
 
 
 @pytest.mark.parametrize("mode", ["exact", "common_mode"])
@@ -69,7 +78,7 @@ def test_known_sums_change_nothing(head: str, mode: Any) -> None:
     case = reduced(head)
     logits = case.task.head.logits(case.task.target_hidden)
     known: dict[str, Any] = {"target_log_sum": logits.logsumexp(-1), "target_top": logits.argmax(-1)}
-    case.task = replace(case.task, soft=0.3, lk=0.2, mix=0.4)
+    case.task = replace(case.task, soft=0.3, lk=0.2, mix=0.4, reverse=0.5, jsd=0.6)
     assert not replace(case.task, **known).needs_whole_rows
     same(case.run(mode=mode, **known), obvious(case), 1e-11)
 
@@ -78,6 +87,14 @@ def test_the_soft_cross_entropy() -> None:
     case = reduced("all")
     case.task = replace(case.task, soft=0.7)
     same(case.run(chunk_rows=7), obvious(case), 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["exact", "common_mode"])
+@pytest.mark.parametrize("terms", [{"reverse": 0.6}, {"jsd": 0.7}, {"reverse": 0.3, "jsd": 0.4}])
+def test_the_other_divergences(terms: dict[str, float], mode: Any) -> None:
+    case = reduced("all")
+    case.task = replace(case.task, mode=mode, **terms)  # type: ignore[arg-type]
+    same(case.run(chunk_rows=7), obvious(case), 1e-11)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1000])

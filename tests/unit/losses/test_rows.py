@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from deepspec.losses import rows
@@ -14,6 +16,23 @@ def test_uniform_against_one_hot() -> None:
     torch.testing.assert_close(rows.l1_distance(draft, target), torch.tensor([1.5]))
     torch.testing.assert_close(rows.total_variation(draft, target), torch.tensor([0.75]))
     torch.testing.assert_close(rows.acceptance(draft, target), torch.tensor([0.25]))
+
+
+def test_divergences_of_a_quarter_against_a_half() -> None:
+    """q = (1/4, 3/4) and p = (1/2, 1/2), so m = (3/8, 5/8)."""
+    draft, target = torch.tensor([[0.0, LN3]]), torch.zeros(1, 2)
+    reverse = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    of_p = 0.5 * math.log(4 / 3) + 0.5 * math.log(4 / 5)
+    of_q = 0.25 * math.log(2 / 3) + 0.75 * math.log(6 / 5)
+    torch.testing.assert_close(rows.reverse_kl(draft, target), torch.tensor([reverse]))
+    torch.testing.assert_close(rows.jensen_shannon(draft, target), torch.tensor([0.5 * (of_p + of_q)]))
+
+
+def test_divergences_where_the_target_underflows() -> None:
+    draft, target = torch.tensor([[0.0, 0.0]]), torch.tensor([[300.0, 0.0]])
+    assert target.softmax(-1)[0, 1] == 0.0
+    torch.testing.assert_close(rows.reverse_kl(draft, target), torch.tensor([150.0 - math.log(2.0)]))
+    assert 0.0 < rows.jensen_shannon(draft, target) < math.log(2.0)
 
 
 def test_cross_entropy_of_three_to_one() -> None:
