@@ -52,11 +52,11 @@ def read_inputs(cfg: RunConfig, target: Target, ranks: Ranks) -> Inputs:
         return ranks.first_then_all(lambda: prepare_samples(answered, renderer, cache, limit=cfg.data.limit))
 
     def maker(split: SampleSet, anchors: int = cfg.data.anchors_per_sample) -> BatchMaker:
-        return BatchMaker(split, seed=cfg.seed, anchors_per_sample=anchors)
+        return BatchMaker(split, seed=cfg.data_seed, anchors_per_sample=anchors)
 
     micro, total, world = cfg.engine.micro_batch_size, cfg.engine.global_batch_size, ranks.world_size
-    train = samples(cfg.data.train)
-    plan = BatchPlan(train.lengths, global_batch_size=total, micro_batch_size=micro, world_size=world, seed=cfg.seed)
+    train, seed = samples(cfg.data.train), cfg.data_seed
+    plan = BatchPlan(train.lengths, global_batch_size=total, micro_batch_size=micro, world_size=world, seed=seed)
     steps = min(plan.num_steps(cfg.train.epochs), cfg.train.max_steps or sys.maxsize)
     batches = partial(BatchLoader, maker(train), plan, stop=steps, rank=ranks.rank)
     validation = None
@@ -66,7 +66,7 @@ def read_inputs(cfg: RunConfig, target: Target, ranks: Ranks) -> Inputs:
         validation = partial(map, maker(held_out), parts)
 
     def first_batches(anchors: int) -> Iterator[Batch]:
-        whole = BatchPlan(train.lengths, global_batch_size=total, micro_batch_size=micro, seed=cfg.seed)
+        whole = BatchPlan(train.lengths, global_batch_size=total, micro_batch_size=micro, seed=seed)
         for step in range(min(steps, plan.num_steps(1))):
             yield from map(maker(train, anchors), whole.micro_batches(step))
 
