@@ -34,6 +34,7 @@ BINDING = (TARGET, SHAPES, CONVENTIONS)
 """Without these the weights in a checkpoint make no sense."""
 COURSE = (
     "seed",
+    "data.seed",
     "drafter.",
     "optim.",
     "data.anchors_per_sample",
@@ -69,7 +70,10 @@ def fingerprints(
         STEPS: total_steps,
     }
     kept = (*COURSE, *(prefix for prefixes in CAUSES.values() for prefix in prefixes))
-    settings = {key: value for key, value in _flat(config).items() if key.startswith(kept)}
+    flat = _flat(config)
+    if flat.get("data.seed") is None and "seed" in flat:
+        flat["data.seed"] = flat["seed"]  # what null stands for, so that naming the same seed is no change
+    settings = {key: value for key, value in flat.items() if key.startswith(kept)}
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps({"measured": measured, "settings": settings}, default=str))
     return plain
 

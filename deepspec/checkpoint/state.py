@@ -33,3 +33,4 @@ class Progress:
     samples: int = 0
     skipped_steps: int = 0
     bad_steps_in_a_row: int = 0
+    seconds: float = field(default=0.0, compare=False)  # of training, over all parts of the run that led here

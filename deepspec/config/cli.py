@@ -35,7 +35,8 @@ def hydra_command(
     """Turn ``main(cfg)`` into a program that ends with one of the exit codes of ``errors.py``.
 
     Args:
-        config_name: ``config`` (main gets a RunConfig), ``evaluate`` (EvaluateCommand) or ``export`` (ExportCommand).
+        config_name: ``config`` (main gets a RunConfig), ``evaluate`` (EvaluateCommand), ``export`` (ExportCommand) or
+            ``compare`` (CompareCommand).
         check_files: Refuse data files and local targets that are not there, before anything is loaded.
     """
 
@@ -92,7 +93,7 @@ class Command:
         try:
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=self.config_name)(self._job)()
         except (hydra.errors.HydraException, *_omegaconf_errors()) as error:
-            raise composition_error(error, CONF) from error
+            raise composition_error(error, CONF, self.config_name) from error
 
     def _job(self, cfg: DictConfig) -> None:
         """Run one composed job. Errors are reported here, since Hydra would print its own line about them."""
@@ -111,11 +112,13 @@ class Command:
             self.code = self.code or code
 
     def _resolve(self, cfg: DictConfig) -> Any:
-        from deepspec.config import resolve, schema
+        from deepspec.config import resolve, schema, study
 
         complete = not self.arguments.show
         if self.config_name == "config":
             return resolve.resolve(cfg, complete=complete, check_files=self.check_files and complete)
+        if self.config_name == "compare":
+            return study.resolve_study(cfg, complete=complete)
         command = schema.EvaluateCommand if self.config_name == "evaluate" else schema.ExportCommand
         return resolve.resolve_command(cfg, command, complete=complete)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,15 +17,30 @@ CONF = Path(deepspec.__file__).resolve().parent / "conf"
 
 
 def compose(overrides: list[str], config_name: str = "config") -> DictConfig:
-    """Compose a config from Python as the commands do; ``overrides`` are those of the command line."""
+    """Compose a config from Python as the commands do; ``overrides`` are those of the command line.
+
+    Inside a command, what its own ``--config-dir`` offers can be chosen too.
+
+    Raises:
+        ConfigError: Hydra cannot read an override, or finds no such choice.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
     from omegaconf import open_dict, read_write
+    from omegaconf.errors import OmegaConfBaseException
+
+    from deepspec.config.messages import composition_error
 
     register_resolvers()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = hydra_compose(config_name, overrides, return_hydra_config=True)
+    inside = GlobalHydra.instance().is_initialized()
+    try:
+        with nullcontext() if inside else initialize_config_dir(str(CONF), version_base="1.3"):
+            cfg = hydra_compose(config_name, overrides, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise composition_error(error, CONF) from error
     HydraConfig.instance().set_config(cfg)
     with read_write(cfg), open_dict(cfg):
         del cfg["hydra"]
@@ -37,6 +53,16 @@ def compose_run(overrides: list[str], *, check_files: bool = True) -> RunConfig:
     from deepspec.config.resolve import resolve
 
     return resolve(compose(parse(overrides, groups_of(CONF)).hydra), check_files=check_files)
+
+
+def config_dir() -> str | None:
+    """Return the folder that the running command was given by ``--config-dir``."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized():
+        return None
+    sources = HydraConfig.get().runtime.config_sources
+    return next((str(s.path) for s in sources if s.provider == "command-line"), None)
 
 
 def register_resolvers() -> None:

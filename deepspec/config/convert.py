@@ -100,6 +100,9 @@ def convert(hint: Any, value: Any, path: str, problems: Problems) -> Any:
     """Return ``value`` as the type ``hint``, or ``INVALID`` with the reason noted."""
     if is_dataclass(hint) and isinstance(hint, type) and not isinstance(value, hint):
         return build(hint, value, path, problems)
+    inner = get_args(hint)[1] if get_origin(hint) is dict else None
+    if isinstance(inner, type) and is_dataclass(inner) and isinstance(value, dict):
+        return {str(name): convert(inner, item, _join(path, str(name)), problems) for name, item in value.items()}
     converted = _try(hint, value)
     if converted is INVALID:
         problems.add(f"{path}={_show(value)}: must be {describe(hint)}{_near_literal(hint, value)}")

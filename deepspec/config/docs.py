@@ -16,6 +16,7 @@ from deepspec.config.compose import CONF
 from deepspec.config.convert import default_of, describe, type_hints
 from deepspec.config.messages import choices
 from deepspec.config.schema import MISSING, EvaluateCommand, ExportCommand, RunConfig
+from deepspec.config.study import StudyConfig, StudyPaths, VariantConfig
 
 FILE = CONF.parent.parent / "docs" / "config.md"
 _HEAD = """# Every key
@@ -38,14 +39,19 @@ def config_markdown() -> str:
         if name == "target":
             parts += [part for drafter in choices("drafter", CONF) for part in _drafter(drafter)]
     parts += ["## Keys of evaluate", _command(EvaluateCommand), "## Keys of export", _command(ExportCommand)]
+    parts += ["## Keys of compare", f"Choices: {_choices('study')}.", _table(StudyConfig, "study.")]
+    parts += [_table(VariantConfig, "study.variants.NAME."), _table(StudyPaths, "paths.")]
     return "\n\n".join(parts) + "\n"
 
 
 def _title(name: str, cls: type) -> str:
-    offered = choices(name, CONF)
     summary = (cls.__doc__ or "").split("(group")[0].strip().rstrip(".")
-    choose = f"\n\nChoices: {', '.join(f'`{name}={c}`' for c in offered)}." if offered else ""
+    choose = f"\n\nChoices: {_choices(name)}." if choices(name, CONF) else ""
     return f"## {name}\n\n{summary}.{choose}"
+
+
+def _choices(name: str) -> str:
+    return ", ".join(f"`{name}={choice}`" for choice in choices(name, CONF))
 
 
 def _drafter(choice: str) -> list[str]:

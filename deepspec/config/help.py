@@ -34,6 +34,11 @@ _OFTEN = {
   evaluate.limit=5 evaluate.timing_prompts=0 a short look
   evaluate.temperature=0.7 evaluate.gamma=3  other ways of decoding
   data.test=FILE out=FOLDER                  other prompts, another place for the report""",
+    "compare": """Often set
+  study.hours=1.5                            less time; the same command goes on where it stopped
+  paths.runs=FOLDER                          another place for the study's folder
+  study.variants.NAME.seeds=[0,1,2]          more seeds of a variant; ~study.variants.NAME leaves one out
+  --config-dir DIR study=NAME                your own study, DIR/study/NAME.yaml""",
     "export": """Often set
   export.profile=bf16 | fp16 | fp16_int8     what the package holds
   export.out=FOLDER                          where it goes""",
@@ -45,18 +50,20 @@ def help_text(main: Callable[..., object], config_name: str) -> str:
     module = sys.modules[main.__module__]
     parts = [text for doc in (module.__doc__, main.__doc__) if (text := inspect.cleandoc(doc or ""))]
     if config_name == "config":
-        parts += [_recipes(), _groups()]
+        parts += [_offered("Recipes", "recipe"), _groups()]
+    if config_name == "compare":
+        parts.append(_offered("Studies", "study"))
     return "\n\n".join([*parts, _OFTEN[config_name], _HYDRA, _CODES])
 
 
-def _recipes() -> str:
-    lines = [f"  recipe={name:<28} {_summary(name)}" for name in choices("recipe", CONF)]
-    return "\n".join(["Recipes", *lines])
+def _offered(title: str, group: str) -> str:
+    lines = [f"  {group}={name:<28} {_summary(group, name)}" for name in choices(group, CONF)]
+    return "\n".join([title, *lines])
 
 
-def _summary(recipe: str) -> str:
-    """Return the first comment line of a recipe that is not Hydra's package line."""
-    lines = (CONF / "recipe" / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
+def _summary(group: str, name: str) -> str:
+    """Return the first comment line of a file that is not Hydra's package line."""
+    lines = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     return next((line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line), "")
 
 

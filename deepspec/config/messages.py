@@ -13,8 +13,8 @@ _OVERRIDE = re.compile(r"Could not override '([^']+)'")
 _NEEDED = re.compile(r"You must specify '([^']+)'")
 
 
-def composition_error(error: Exception, conf: Path) -> ConfigError:
-    """Return what Hydra said as a ConfigError that names the key and what may stand there."""
+def composition_error(error: Exception, conf: Path, command: str = "config") -> ConfigError:
+    """Return what Hydra said to a command as a ConfigError that names the key and what may stand there."""
     text = str(error)
     if match := _CHOICE.search(text):
         return ConfigError(_unknown_choice(match[1], match[2], conf))
@@ -22,6 +22,8 @@ def composition_error(error: Exception, conf: Path) -> ConfigError:
         return ConfigError(f"{match[1]}: must be given; choose {match[1]}= one of {', '.join(choices(match[1], conf))}")
     if match := _OVERRIDE.search(text):
         name = match[1].split("@")[0]
+        if name in groups(conf) and command == "compare":
+            return ConfigError(f"{name}: belongs to the runs of the study; put {name}=... into study.overrides")
         if name in groups(conf):
             return ConfigError(f"{name}: was chosen by the training run; here single keys are set, {name}.KEY=VALUE")
         return ConfigError(f"{name}: no such key{near(name, groups(conf))}")
@@ -41,8 +43,8 @@ def choices(group: str, conf: Path) -> list[str]:
 
 
 def groups(conf: Path) -> list[str]:
-    """Return the names of the groups."""
-    return sorted(p.name for p in conf.iterdir() if p.is_dir() and p.name != "hydra")
+    """Return the names of the groups that a run is made of."""
+    return sorted(p.name for p in conf.iterdir() if p.is_dir() and p.name not in ("hydra", "study"))
 
 
 def _unknown_choice(group: str, name: str, conf: Path) -> str:

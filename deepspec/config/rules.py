@@ -70,8 +70,8 @@ _AT_LEAST_ONE = (
     "evaluate.bootstrap", "evaluate.timing_new_tokens", "plan.ranks", "plan.samples", "plan.tokens_per_sample",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
-    "seed", "show", "target.mask_token_id", "generate.temperature", "generate.seed", "optim.lr", "optim.muon_lr",
-    "features.memory_gib", "optim.weight_decay", "optim.clip_norm", "evaluate.temperature",
+    "seed", "data.seed", "show", "target.mask_token_id", "generate.temperature", "generate.seed", "optim.lr",
+    "optim.muon_lr", "features.memory_gib", "optim.weight_decay", "optim.clip_norm", "evaluate.temperature",
     "evaluate.timing_prompts", "evaluate.seed", "export.verify_prompts", "export.max_length_change", "plan.tflops",
 )  # fmt: skip
 _ABOVE_ZERO = ("optim.eps",)  # a parameter without a gradient would be stepped by 0 / 0

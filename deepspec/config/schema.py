@@ -64,6 +64,7 @@ class DataConfig:
         None,
     )
     limit: int | None = key("Use the first N conversations of each file only", None)
+    seed: int | None = key("Seed of sample order and anchors; null is the top-level `seed`", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,7 @@ class RunConfig:
     """A whole recipe, resolved. ``drafter`` is the drafter's own frozen dataclass, named by its ``_target_``."""
 
     recipe: str = key("Name of the recipe, chosen by recipe=NAME")
-    seed: int = key("Seed of initial weights, sample order and anchors", 0)
+    seed: int = key("Seed of initial weights; of sample order and anchors too where data.seed is null", 0)
     mode: Literal["all", "target", "answers"] = key(
         "What prepare does: all; target fetches or converts the target; answers lets it answer the prompts", "all"
     )
@@ -232,6 +233,11 @@ class RunConfig:
     export: ExportConfig = key("The inference package")
     plan: PlanConfig = key("What plan assumes")
     paths: PathsConfig = key("Folders")
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of sample order and anchors."""
+        return self.seed if self.data.seed is None else self.data.seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from deepspec.checkpoint.aside import set_aside
@@ -64,6 +65,7 @@ def build_trainer(
         fingerprints=fingerprints(drafter, info, inputs.samples, inputs.total_steps, plain_config),
         keep=cfg.train.keep,
     )
+    began = time.monotonic()
     found = _newest(store, ranks) if cfg.train.resume else None
     if not cfg.train.resume and ranks.is_first:
         set_aside(run)
@@ -91,6 +93,7 @@ def build_trainer(
             max_bad_steps=cfg.train.max_bad_steps,
         ),
         hooks=_hooks(cfg, run, ranks, store, inputs, plain_config),
+        seconds=time.monotonic() - began,
     )
     if found is not None:
         checkpoint = store.load(found)

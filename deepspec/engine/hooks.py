@@ -135,6 +135,7 @@ class LogHook:
             metrics["loss_scale"] = trainer.last_step.loss_scale.item()
         metrics["skipped_steps"] = trainer.progress.skipped_steps
         metrics["tokens_per_s"] = tokens / seconds
+        metrics["train_seconds"] = trainer.progress.seconds
         metrics["memory_gib"] = peak_memory_gib(trainer.engine.ranks.device)
         metrics["step_seconds"] = seconds / max(1, steps)
         metrics |= {f"seconds/{part}": value / max(1, steps) for part, value in trainer.stopwatch.read().items()}

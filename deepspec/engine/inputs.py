@@ -52,7 +52,7 @@ def read_inputs(cfg: RunConfig, target: Target, ranks: Ranks) -> Inputs:
         return ranks.first_then_all(lambda: prepare_samples(answered, renderer, cache, limit=cfg.data.limit))
 
     def maker(split: SampleSet, anchors: int = cfg.data.anchors_per_sample) -> BatchMaker:
-        return BatchMaker(split, seed=cfg.seed, anchors_per_sample=anchors, anchor_share=cfg.data.anchor_share)
+        return BatchMaker(split, seed=cfg.data_seed, anchors_per_sample=anchors, anchor_share=cfg.data.anchor_share)
 
     def planned(world_size: int) -> BatchPlan:
         return BatchPlan(
@@ -60,7 +60,7 @@ def read_inputs(cfg: RunConfig, target: Target, ranks: Ranks) -> Inputs:
             global_batch_size=cfg.engine.global_batch_size,
             micro_batch_size=micro,
             world_size=world_size,
-            seed=cfg.seed,
+            seed=cfg.data_seed,
             row_tokens=cfg.data.row_tokens,
         )
 

@@ -12,6 +12,7 @@ waits only where it writes a line of metrics or looks for skipped steps.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -74,16 +75,19 @@ class Trainer:
         schedule: Callable[[int], float],
         limits: Limits,
         hooks: Sequence[Hook] = (),
+        seconds: float = 0.0,
     ) -> None:
+        """``seconds`` were spent on the first weights: they count as training."""
         self.drafter, self.engine = drafter, engine
         self.features, self.schedule, self.limits = features, schedule, limits
-        self.progress = Progress()
+        self.progress = Progress(seconds=seconds)
         self.meters, self.stopwatch = RatioMeters(), Stopwatch(engine.ranks.device)
         self.last_step: StepInfo | None = None
         self.lr_factor = 0.0
         self.stop_reason = ""
         """Set by a hook (on any rank) to end the run after the step in hand."""
         self._batches, self._hooks = batches, list(hooks)
+        self._clock = time.monotonic()
         device = engine.ranks.device
         self._bad_in_a_row = torch.zeros((), device=device)
         self._skipped = torch.zeros((), device=device)
@@ -105,6 +109,7 @@ class Trainer:
         """
         for hook in self._hooks:
             hook.start(self)
+        self._clock = time.monotonic()
         batches = iter(self._batches(self.progress.step))
         while self.progress.step < self.limits.total_steps:
             with self.stopwatch.part("data"):
@@ -166,10 +171,12 @@ class Trainer:
     def _count(self, step: int, info: StepInfo) -> None:
         self._skipped = self._skipped + info.skipped
         self._bad_in_a_row = (self._bad_in_a_row + 1) * info.skipped
-        done = step + 1
+        done, now = step + 1, time.monotonic()
+        seconds, self._clock = self.progress.seconds + now - self._clock, now
         self.progress = replace(
             self.progress,
             step=done,
+            seconds=seconds,
             epoch=done // max(1, self.limits.steps_per_epoch),
             samples=self.progress.samples + self.limits.global_batch_size,
         )

@@ -39,6 +39,17 @@ class Decoded:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What one prompt contributes to the accepted length, for comparisons paired by prompt."""
+
+    id: str
+    domain: str
+    tokens: int
+    """Committed after the prefill."""
+    rounds: int
+
+
+@dataclass(frozen=True)
 class Position:
     """Slot ``slot`` (1 is the first drafted token): how often it was judged, and kept."""
 
@@ -115,6 +126,12 @@ def committed_and_rounds(decoded: Sequence[Decoded]) -> tuple[list[float], list[
     """Return each prompt's tokens committed after the prefill, and its rounds."""
     tokens = [float(sum(r.committed for r in d.generation.rounds)) for d in decoded]
     return tokens, [float(len(d.generation.rounds)) for d in decoded]
+
+
+def count_each(decoded: Sequence[Decoded]) -> list[Counted]:
+    """Return what each prompt contributes, one without a round after the prefill included."""
+    counted = zip(decoded, *committed_and_rounds(decoded), strict=True)
+    return [Counted(d.prompt.id, d.prompt.domain, int(tokens), int(rounds)) for d, tokens, rounds in counted]
 
 
 def accepted_length(decoded: Sequence[Decoded]) -> float:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+FORMAT = "deepspec-evaluation"
 VERSION = 1
 STYLE = (
     "body{font:15px/1.5 sans-serif;margin:2em auto;max-width:75em}table{border-collapse:collapse;margin:1em 0}"
@@ -64,7 +65,7 @@ def write_report(folder: Path, scores: Scores, subject: dict[str, Any]) -> list[
     folder.mkdir(parents=True, exist_ok=True)
     facts = {name: str(value) for name, value in subject.items()}
     facts |= {"device": f"{scores.device}, {scores.precision}", **provenance()}
-    record = {"format": "deepspec-evaluation", "version": VERSION, "subject": facts, "scores": _plain(asdict(scores))}
+    record = {"format": FORMAT, "version": VERSION, "subject": facts, "scores": json_values(asdict(scores))}
     texts = {
         "report.json": json.dumps(record, indent=2, allow_nan=False) + "\n",
         "report.md": markdown(scores, facts),
@@ -78,7 +79,7 @@ def write_report(folder: Path, scores: Scores, subject: dict[str, Any]) -> list[
 def markdown(scores: Scores, facts: dict[str, str]) -> str:
     """Return the report as Markdown."""
     parts = ["# Evaluation", "\n".join(f"- {name}: {markdown_text(value)}" for name, value in facts.items())]
-    parts += [_markdown_table(t) for t in tables(scores)]
+    parts += [markdown_table(t) for t in tables(scores)]
     parts.append("\n".join(f"- {markdown_text(note)}" for note in notes(scores)))
     answer = scores.answer
     for name, text in (("Prompt", answer.prompt), ("Plain", answer.plain), ("Speculative", answer.speculative)):
@@ -98,7 +99,8 @@ def page(scores: Scores, facts: dict[str, str]) -> str:
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """Return a table as a section of Markdown."""
     lines = [table.head, ["---"] * len(table.head), *table.rows]
     return f"## {markdown_text(table.title)}\n\n" + "\n".join(
         "| " + " | ".join(markdown_text(cell) if cell != "---" else cell for cell in line) + " |" for line in lines
@@ -140,12 +142,12 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _plain(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """Return ``value`` for JSON, with null for numbers that are not finite."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): json_values(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [json_values(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

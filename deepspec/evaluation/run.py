@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspec.errors import ConfigError
-from deepspec.evaluation.acceptance import Acceptance, Decoded, Prompt, by_domain, committed_and_rounds, decode_prompts
+from deepspec.evaluation.acceptance import (
+    Acceptance,
+    Counted,
+    Decoded,
+    Prompt,
+    by_domain,
+    committed_and_rounds,
+    count_each,
+    decode_prompts,
+)
 from deepspec.evaluation.estimator import estimate
 from deepspec.evaluation.lossless import LosslessReport, compare_greedy
 from deepspec.evaluation.replay import replay
-from deepspec.evaluation.speed import BASELINE, Speed, compare, measure
+from deepspec.evaluation.speed import BASELINE, ClockedProposer, DraftTime, Speed, compare, draft_time, measure
 from deepspec.evaluation.statistics import Interval, bootstrap_difference, resample
 from deepspec.inference.accelerate import accelerate
 from deepspec.inference.decoder import SpeculativeDecoder
@@ -54,6 +63,8 @@ class Scores:
     """Expected accepted length when sampling at temperature 1 along the decoded texts."""
     lossless: LosslessReport | None
     speed: list[Speed]
+    draft: DraftTime | None
+    """None where nothing was timed, or where no whole block was."""
     timing_threads: int
     timing_new_tokens: int
     device: str
@@ -61,6 +72,10 @@ class Scores:
     precision: str
     """Of the target."""
     answer: Answer
+    prompts: list[Counted]
+    """The drafter's rounds, prompt by prompt."""
+    settings: EvaluateConfig
+    """What was asked for."""
 
 
 def score(
@@ -97,11 +112,14 @@ def score(
         expected_length=estimate(target, drafter, speculative, gamma=gamma),
         lossless=compare_greedy(target, plain, speculative) if whole and exact else None,
         speed=evaluation.speed(),
+        draft=evaluation.draft_time(),
         timing_threads=config.threads,
         timing_new_tokens=config.timing_new_tokens,
         device=_device_name(target.device),
         precision=str(target.head.weight.dtype).removeprefix("torch."),
         answer=evaluation.answer(plain[0], speculative[0]),
+        prompts=count_each(speculative),
+        settings=config,
     )
 
 
@@ -113,6 +131,7 @@ class _Evaluation:
     ) -> None:
         self._target, self._config, self._stop_ids, self._gamma = target, config, stop_ids, gamma
         self._timed: dict[str, list[Decoded]] = {}
+        self._drafts: list[list[float]] = []
         thresholds = {SPECULATIVE: None, CONFIDENT: config.confidence_threshold}
         self._decoders = {
             BASELINE: SpeculativeDecoder(target, PlainProposer()),
@@ -152,8 +171,9 @@ class _Evaluation:
         chosen = spread(prompts, self._config.timing_prompts)
         if not chosen:
             return
+        drafter = ClockedProposer(self._decoders[SPECULATIVE].proposer, self._target.device)
         runs = measure(
-            self._decoders,
+            self._decoders | {SPECULATIVE: SpeculativeDecoder(self._target, drafter)},
             chosen,
             self._config.timing_new_tokens,
             SamplerSettings(self._config.temperature, self._config.seed),
@@ -162,6 +182,7 @@ class _Evaluation:
         )
         for name, generations in runs.items():
             self._timed[name] = [Decoded(p, g) for p, g in zip(chosen, generations, strict=True)]
+        self._drafts = drafter.seconds()[1:]  # the first sequence warmed up
 
     def speed(self) -> list[Speed]:
         """Return how fast each decoder was."""
@@ -169,6 +190,10 @@ class _Evaluation:
             return []
         runs = {name: [item.generation for item in timed] for name, timed in self._timed.items()}
         return compare(runs, resamples=self._config.bootstrap, seed=self._config.seed)
+
+    def draft_time(self) -> DraftTime | None:
+        """Return how long the drafter took for a block."""
+        return draft_time(self._drafts, resamples=self._config.bootstrap, seed=self._config.seed)
 
     def answer(self, plain: Decoded, speculative: Decoded) -> Answer:
         def text(tokens: list[int]) -> str:

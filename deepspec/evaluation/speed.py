@@ -7,9 +7,12 @@ What is compared are the ratios of pairs: the same prompt, moments apart.
 from __future__ import annotations
 
 import os
+import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,8 +23,11 @@ from deepspec.log import progress
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from deepspec.contracts import Committed, Proposal
     from deepspec.evaluation.acceptance import Prompt
     from deepspec.inference.decoder import Generation, SpeculativeDecoder
+    from deepspec.inference.proposers import Proposer
+    from deepspec.inference.sampling import Sampler
 
 WARM_UP_TOKENS = 8
 BASELINE = "plain"
@@ -41,6 +47,69 @@ class Speed:
     decode_ratio: Interval
     accepted_length: float
     per_prompt: list[float]
+
+
+@dataclass(frozen=True)
+class DraftTime:
+    """How long a drafter takes for a whole block, without taking in the text before it and without the target."""
+
+    milliseconds: Interval
+    """Median over prompts of each prompt's median."""
+    blocks: int
+    per_prompt: list[float]
+
+
+class ClockedProposer:
+    """A proposer whose whole blocks are timed; on CUDA by events, so that the host waits for nothing more."""
+
+    def __init__(self, proposer: Proposer, device: torch.device) -> None:
+        self.gamma, self.layer_ids = proposer.gamma, proposer.layer_ids
+        self._proposer = proposer
+        self._now = partial(_event, device) if device.type == "cuda" else time.perf_counter
+        self._marks: list[list[tuple[Any, Any]]] = []
+
+    def start(self, max_length: int) -> None:
+        """Begin a new sequence."""
+        self._marks.append([])
+        self._proposer.start(max_length)
+
+    def extend(self, committed: Committed) -> None:
+        """Hand the next committed positions on."""
+        self._proposer.extend(committed)
+
+    def propose(self, anchor: int, num_tokens: int, sampler: Sampler) -> Proposal | None:
+        """Draft, and note when it began and ended."""
+        began = self._now()
+        proposal = self._proposer.propose(anchor, num_tokens, sampler)
+        if num_tokens == self.gamma:
+            self._marks[-1].append((began, self._now()))
+        return proposal
+
+    def seconds(self) -> list[list[float]]:
+        """Return the seconds of every whole block, a list for each sequence."""
+        return [[_between(*marks) for marks in sequence] for sequence in self._marks]
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(began: Any, ended: Any) -> float:
+    if isinstance(began, float):
+        return float(ended - began)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1000.0
+
+
+def draft_time(sequences: Sequence[Sequence[float]], *, resamples: int, seed: int) -> DraftTime | None:
+    """Return the time of a block from the seconds that ``ClockedProposer`` noted, one list a prompt."""
+    medians = [1000.0 * median(blocks) for blocks in sequences if blocks]
+    if not medians:
+        return None
+    draws = resample(len(medians), resamples, seed)
+    return DraftTime(bootstrap_median(medians, draws), sum(map(len, sequences)), medians)
 
 
 @contextmanager

@@ -51,6 +51,12 @@ def notes(scores: Scores) -> list[str]:
         "counts tokens per forward pass of the target; rounds cut by the end of a text count as they are, except in "
         "the column without them, which follows from the slots.",
     ]
+    if scores.draft is not None:
+        draft = scores.draft
+        said.append(
+            f"Drafting one block: {draft.milliseconds} ms, median over prompts and {draft.blocks} whole blocks; "
+            "neither the text before it nor the target counts"
+        )
     if scores.gain is not None:
         said.append(f"Accepted length above prompt lookup, paired by prompt: {scores.gain}")
     report = scores.lossless

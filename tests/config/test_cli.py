@@ -39,10 +39,10 @@ def test_a_process_composes_without_torch(folder: Path) -> None:
 
 
 def test_every_command_has_a_help_that_loads_nothing(folder: Path) -> None:
-    commands = "deepspec.prepare,deepspec.train,deepspec.plan,deepspec.evaluate,deepspec.export"
+    commands = "deepspec.prepare,deepspec.train,deepspec.plan,deepspec.evaluate,deepspec.export,deepspec.compare"
     done = run_process(folder, commands, "--help")
-    assert done.stderr == "0 False\n" * 5
-    assert done.stdout.count("Exit codes") == 5
+    assert done.stderr == "0 False\n" * 6
+    assert done.stdout.count("Exit codes") == 6
 
 
 def test_a_command_gets_dataclasses_and_leaves_no_folder(run: Run, folder: Path) -> None:

@@ -25,6 +25,7 @@ ORDER = [
     ("engine",),
     ("export",),
     ("config",),
+    ("comparison",),
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 TOP = len(ORDER)

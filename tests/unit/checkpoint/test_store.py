@@ -277,6 +277,15 @@ def test_changes_of_the_course_are_named(caplog: pytest.LogCaptureFixture) -> No
     assert "the samples of data.train;" in warned(caplog, prints(token=2)), "the same file with other content"
 
 
+def test_the_seed_of_the_data_is_the_seed_unless_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    data = CONFIG["data"]
+    assert warned(caplog, prints(data=data | {"seed": None})) == ""
+    assert warned(caplog, prints(data=data | {"seed": 0})) == "", "the same seed by name"
+    assert "data.seed=1 (was 0)" in warned(caplog, prints(data=data | {"seed": 1}))
+    said = warned(caplog, prints(seed=1, data=data | {"seed": 0}))
+    assert "seed=1 (was 0)" in said and "data.seed" not in said
+
+
 def test_another_drafter_or_target_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"drafter's tensors changed.*: drafter\.width=8 \(was 12\).*paths\.run"):
         check_fingerprints(prints(), prints(toy.ToyConfig(width=8), drafter=CONFIG["drafter"] | {"width": 8}))

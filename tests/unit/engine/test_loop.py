@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspec.checkpoint.store import Checkpoint
 from deepspec.contracts import Batch, Features, LossOutput
 from deepspec.engine.hooks import LogHook, SaveHook, SignalHook, ValidateHook
 from deepspec.engine.loop import Hook, Trainer, normalised_loss
@@ -42,6 +43,19 @@ class BrokenDrafter(toy.ToyDrafter):
     def forward(self, batch: Batch, features: Features) -> LossOutput:
         output = super().forward(batch, features)
         return LossOutput({name: value * float("nan") for name, value in output.sums.items()})
+
+
+def test_the_seconds_of_all_parts_add_up() -> None:
+    """Those spent on the first weights too; a part that goes on starts from what its checkpoint says."""
+    first = toy.make_trainer(steps=2, seconds=100.0)
+    first.run()
+    assert 100.0 < first.progress.seconds < 160.0
+    second = toy.make_trainer(steps=3)
+    state = first.engine.export_state()
+    second.resume(Checkpoint(Path(), state, replace(first.progress, seconds=500.0)))
+    second.run()
+    assert second.progress.step == 3
+    assert 500.0 < second.progress.seconds < 560.0
 
 
 def parameters(trainer: Trainer) -> torch.Tensor:

@@ -142,6 +142,7 @@ def make_trainer(
     drafter: Drafter | None = None,
     trainer: type[Trainer] = Trainer,
     max_bad_steps: int = 5,
+    seconds: float = 0.0,
 ) -> Trainer:
     """Build a trainer of the toy."""
     drafter = drafter or make_drafter()
@@ -153,6 +154,7 @@ def make_trainer(
         schedule=lambda step: 1.0 / (1 + step),
         limits=Limits(steps, 10, GLOBAL_BATCH, 1, max_bad_steps),
         hooks=hooks,
+        seconds=seconds,
     )
 
 

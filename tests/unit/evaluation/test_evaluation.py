@@ -174,6 +174,44 @@ def test_speed_compares_pairs() -> None:
     assert len(speeds[1].per_prompt) == 3
 
 
+class SlowDrafter:
+    """Proposes in 5 ms by its own clock, the first time in 50; taking in text costs 20."""
+
+    gamma, layer_ids = 3, (1,)
+
+    def __init__(self) -> None:
+        self.now, self.calls = 0.0, 0
+
+    def start(self, max_length: int) -> None:
+        pass
+
+    def extend(self, committed: Any) -> None:
+        self.now += 0.02
+
+    def propose(self, anchor: int, num_tokens: int, sampler: Any) -> None:
+        self.calls += 1
+        self.now += 0.05 if self.calls == 1 else 0.005
+
+
+def test_only_whole_blocks_and_nothing_but_drafting_are_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer: Any = SlowDrafter()
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: proposer.now))
+    clocked = speed.ClockedProposer(proposer, torch.device("cpu"))
+    assert (clocked.gamma, clocked.layer_ids) == (3, (1,))
+    anything: Any = None
+    for wanted in ((3,), (3, 3, 2), (1,)):
+        clocked.start(9)
+        for number in wanted:
+            clocked.extend(anything)
+            clocked.propose(0, number, anything)
+    assert [len(blocks) for blocks in clocked.seconds()] == [1, 2, 0]
+    found = speed.draft_time(clocked.seconds()[1:], resamples=20, seed=0)
+    assert found is not None
+    assert (found.blocks, found.per_prompt) == (2, [pytest.approx(5.0)])
+    assert speed.draft_time([[]], resamples=20, seed=0) is None
+    assert proposer.calls == 5
+
+
 def test_only_a_cpu_is_pinned_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "pinned", lambda threads: pytest.fail("pinned"))
     generation = Generation([1, 2], [Round(0, 0, 1, censored=False)], 2.0, 1.0, "length")
@@ -202,6 +240,12 @@ def test_everything_is_scored(scored: tuple[Target, DSparkDrafter, Scores]) -> N
     assert scores.lossless.prompts == 6
     assert [s.name for s in scores.speed] == ["plain", "prompt lookup", "speculative"]
     assert 1.0 <= scores.expected_length <= 4.0
+    assert [(p.id, p.domain) for p in scores.prompts][:2] == [("p0", "chat"), ("p1", "code")]
+    assert sum(p.tokens for p in scores.prompts) == scores.acceptance["all"].tokens
+    assert sum(p.rounds for p in scores.prompts) == scores.acceptance["all"].rounds
+    assert scores.draft is not None
+    assert scores.draft.blocks >= 2
+    assert any("Drafting one block" in note for note in notes(scores))
 
 
 def test_timed_texts_are_not_decoded_again(
@@ -234,7 +278,7 @@ def test_sampling_has_no_lossless_check(scored: tuple[Target, DSparkDrafter, Sco
     target, drafter, _ = scored
     config = EvaluateConfig(max_new_tokens=6, timing_prompts=0, bootstrap=10, temperature=1.0, gamma=2)
     scores = score(target, drafter, [Prompt("a", "chat", [5])], config, {2})
-    assert (scores.lossless, scores.speed, scores.lookup, scores.gain) == (None, [], {}, None)
+    assert (scores.lossless, scores.speed, scores.draft, scores.lookup, scores.gain) == (None, [], None, {}, None)
     assert scores.gamma == 2
     assert len(scores.acceptance["chat"].positions) <= 2
 
@@ -282,6 +326,8 @@ def test_report_files(scored: tuple[Target, DSparkDrafter, Scores], tmp_path: Pa
     record = json.loads((tmp_path / "new" / "report.json").read_text())
     assert record["scores"]["acceptance"]["all"]["prompts"] == 6
     assert record["subject"]["command"]
+    assert record["scores"]["settings"]["timing_new_tokens"] == 8
+    assert {"id": "p0", "domain": "chat"}.items() <= record["scores"]["prompts"][0].items()
     assert {p.name for p in paths} >= {"report.json", "report.md", "report.html"}
     assert not list((tmp_path / "new").glob("*.part"))
 

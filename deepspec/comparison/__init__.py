@@ -1,0 +1,1 @@
+"""Studies: training variants, run one after the other and compared."""
