@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from deepspec.contracts import Batch, Committed, Features, TargetInfo, TokenSampler
 
+TERMS = Terms(ce=0.1, l1=0.9)
+
 
 @dataclass(frozen=True)
 class BigramConfig:
@@ -59,8 +61,8 @@ class BigramDrafter(Drafter):
         hidden = features.hidden.flatten(0, 1)[anchor - 1]
         starts = batch.position_ids.flatten()[anchor] == 0
         states = self._states(hidden.masked_fill(starts[:, None], 0.0), rows.previous, rows.slot)
-        loss = objective.draft_loss(self, Terms(ce=0.1, l1=0.9), rows, states, features)
-        return LossOutput({"draft": loss.total}, objective.draft_metrics(rows, loss))
+        loss = objective.draft_loss(self, TERMS, rows, states, features)
+        return LossOutput({"draft": loss.total}, objective.draft_metrics(rows, loss, TERMS))
 
     def start(self, max_length: int) -> list[Tensor]:  # noqa: ARG002
         return [self.of_slot.new_zeros(self.of_context.in_features)]

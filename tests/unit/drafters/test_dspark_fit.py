@@ -166,7 +166,7 @@ def test_heads_do_their_jobs() -> None:
     cos, sin = (torch.cat(p, dim=-2) for p in zip(arguments.context_rotation, arguments.rotation, strict=True))
     keys, _ = layer.self_attn.keys_values(torch.cat((arguments.context, x), dim=1), (cos, sin))
     scores = layer.self_attn.queries(x, arguments.rotation) @ keys.transpose(-1, -2) / target.info.head_dim**0.5
-    assert arguments.mask is not None
+    assert isinstance(arguments.mask, torch.Tensor)
     shares = scores.masked_fill(~arguments.mask, -torch.inf).softmax(-1)[0]  # [H, A*K, T + A*K]
     width, anchor = batch.input_ids.shape[1], int(batch.anchor_indices[0, block])
     first, end = width + block * 4, width + block * 4 + 4
@@ -236,6 +236,7 @@ def test_masks_of_all_examples_are_never_held_together(monkeypatch: pytest.Monke
     def counted(*arguments: Any) -> torch.Tensor:
         nonlocal most
         mask = block_pieces(*arguments)
+        assert isinstance(mask, torch.Tensor)
         made.append(weakref.ref(mask))
         most = max(most, sum(reference() is not None for reference in made))
         return mask
