@@ -118,7 +118,7 @@ def test_piece_by_piece_equals_one_mask(backend: str, window: int | None) -> Non
     gradients = []
     for mask in (pieces, block_mask(batch, 3, window)):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attend(*inputs, mask, backend=backend)  # type: ignore[arg-type]
+        out = attend(inputs[0], inputs[1], inputs[2], mask, backend=backend)  # type: ignore[arg-type]
         out.square().sum().backward()
         gradients.append([out.detach(), *[x.grad for x in inputs]])
     for one, other in zip(*gradients, strict=True):
