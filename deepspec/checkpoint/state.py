@@ -15,7 +15,8 @@ class TrainState:
 
     ``parameters`` are the fp32 master weights under the drafter's published names. ``moments[name]`` holds the
     optimiser's tensors of one parameter, each of the parameter's shape: ``exp_avg`` and ``exp_avg_sq`` (AdamW) or
-    ``momentum_buffer`` (Muon). Both are empty on every rank but the first when an engine exports its state.
+    ``momentum_buffer`` (Muon); or those of ``engine/adamw8bit.py``. Both are empty on every rank but the first when an
+    engine exports its state.
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict)

@@ -124,15 +124,22 @@ def _memory(run: RunConfig, shape: TargetShape, drafter: int, taps: int, tokens:
     batch, length, d = run.engine.micro_batch_size, run.data.max_length, shape.hidden_size
     rows = batch * min(run.data.anchors_per_sample, tokens) * run.drafter.gamma
     layers = getattr(run.drafter, "num_layers", 1)
+    state = (0 if width == 4 else 4) + _moments_width(run)  # in fp32 the weights are the masters
+    kept = "8-bit" if run.optim.name == "adamw8bit" else "Adam"
     return {
         "target, weights": shape.parameters * _target_width(run),
         "drafter, weights": drafter * width / (ranks if stage >= 3 else 1),
         "drafter, gradients": drafter * 4 / (ranks if stage >= 2 else 1),
-        "drafter, fp32 masters and Adam moments": drafter * (8 if width == 4 else 12) / (ranks if stage >= 1 else 1),
+        f"drafter, fp32 masters and {kept} moments": drafter * state / (ranks if stage >= 1 else 1),
         "features of a micro-batch": batch * length * d * (taps + 1) * width,
         "drafter, activations (estimate)": rows * d * width * ACTIVATIONS_PER_LAYER * layers,
         "loss, logits of a chunk (estimate)": min(rows, LOSS_ROWS) * _loss_elements(run, shape) * 4,
     }
+
+
+def _moments_width(run: RunConfig) -> int:
+    """Return bytes of both moments of a parameter, without the 8-bit ones' scales (8 bytes for 256 parameters)."""
+    return 2 if run.optim.name == "adamw8bit" else 8
 
 
 def _target_width(run: RunConfig) -> int:
@@ -147,10 +154,11 @@ def _target_width(run: RunConfig) -> int:
 
 
 def _disk(run: RunConfig, shape: TargetShape, drafter: int, tokens: int) -> dict[str, float]:
+    checkpoint = drafter * (4 + _moments_width(run))
     return {
         "target, 16-bit weights": shape.parameters * 2,
         "tokenised samples": tokens * 5,
-        f"checkpoints ({run.train.keep} kept, and one being written)": drafter * 12 * (run.train.keep + 1),
+        f"checkpoints ({run.train.keep} kept, and one being written)": checkpoint * (run.train.keep + 1),
         "package": drafter * (1.5 if run.export.profile == "fp16_int8" else 2),
     }
 

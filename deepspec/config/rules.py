@@ -142,6 +142,13 @@ def _engine(run: RunConfig) -> Iterator[str]:
         yield f"engine.zero_stage={engine.zero_stage}: needs engine=deepspeed; the plain engine shards nothing"
     if engine.kind == "deepspeed" and run.optim.name == "muon":
         yield "optim.name=muon: runs on engine=plain only; use optim=adamw with engine=deepspeed"
+    if engine.kind == "deepspeed" and engine.zero_stage > 0 and run.optim.name == "adamw8bit":
+        # ZeRO flattens parameters and cuts the result at the ranks: a block of 256 numbers would span parameters, norms
+        # would lose their fp32 moments, and no rank could hand a parameter's moments to a checkpoint.
+        yield (
+            f"optim.name=adamw8bit: needs whole parameters, and engine.zero_stage={engine.zero_stage} splits them; use "
+            "engine.zero_stage=0 or engine=plain, or optim=adamw, whose moments ZeRO divides among the ranks"
+        )
     if engine.loss_precision == "common_mode" and engine.precision == "fp32":
         yield "engine.loss_precision=common_mode: is for low precision; use exact or auto with engine.precision=fp32"
 

@@ -110,7 +110,11 @@ class EngineConfig:
 class OptimConfig:
     """The optimiser and its schedule (group ``optim``)."""
 
-    name: Literal["adamw", "muon"] = key("adamw, or muon for matrices with adamw for the rest (plain engine)", "adamw")
+    name: Literal["adamw", "adamw8bit", "muon"] = key(
+        "adamw; adamw8bit: its moments in one byte each, by bitsandbytes (engine.zero_stage=0); "
+        "muon for matrices with adamw for the rest (plain engine)",
+        "adamw",
+    )
     lr: float = key("Peak learning rate", 6e-4)
     muon_lr: float = key("Peak learning rate of the matrices under muon", 0.01)
     betas: tuple[float, float] = key("Decay of the first and second moment", (0.9, 0.95))

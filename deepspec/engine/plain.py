@@ -1,7 +1,8 @@
 """The plain PyTorch engine: what the DeepSpeed engine has to equal, and all that one machine needs.
 
-Masters, gradients and moments are fp32 and whole on every rank. The drafter computes on low-precision copies of the
-masters (see ``LossModule``); gradients are summed over the ranks in fp32 once a step.
+Masters, gradients and moments are whole on every rank and fp32; 8-bit AdamW's moments are one byte each. The drafter
+computes on low-precision copies of the masters (see ``LossModule``); gradients are summed over the ranks in fp32 once a
+step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from deepspec.checkpoint.state import TrainState
 from deepspec.drafters.files import saved_dtype
 from deepspec.engine.base import DTYPES, LossModule
-from deepspec.engine.optim import checked_moments, make_optimizers, moment_keys, set_lr
+from deepspec.engine.optim import export_moments, import_moments, make_optimizers, set_lr
 from deepspec.engine.update import LossScaler, Update, gradient_of
 
 if TYPE_CHECKING:
@@ -70,21 +71,13 @@ class PlainEngine:
         """Copy the state to the host, on the first rank."""
         if not self.ranks.is_first:
             return TrainState()
-        names = {id(p): name for name, p in self._named.items()}
-        moments: dict[str, dict[str, torch.Tensor]] = {}
-        steps = [0]
-        for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                moments[names[id(parameter)]] = {
-                    key: value.detach().to("cpu", copy=True) for key, value in state.items() if key != "step"
-                }
-                steps.append(int(state.get("step", 0)))
+        moments, optimizer_step = export_moments(self._optimizers, self._named)
         return TrainState(
             parameters={
                 n: p.detach().to("cpu", saved_dtype(p), copy=True) for n, p in self._drafter.state_dict().items()
             },
             moments=moments,
-            optimizer_step=max(steps),
+            optimizer_step=optimizer_step,
             loss_scale=self._scaler.state() if self._scaler is not None else {},
         )
 
@@ -92,17 +85,7 @@ class PlainEngine:
         """Take over a state that any engine exported."""
         self._drafter.load_state_dict(state.parameters)
         for optimizer in self._optimizers:
-            keys = moment_keys(optimizer)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    optimizer.state[parameter] = {}
-            for name, parameter in self._named.items():
-                if parameter in optimizer.state and state.moments:
-                    found = checked_moments(state.moments, name, keys)
-                    optimizer.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in found.items()}
-                    if "exp_avg" in keys:
-                        count = torch.tensor(float(state.optimizer_step), device=parameter.device)
-                        optimizer.state[parameter]["step"] = count
+            import_moments(optimizer, self._named, state)
         if self._scaler is not None:
             self._scaler.load(state.loss_scale)
 

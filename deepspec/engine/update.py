@@ -1,6 +1,8 @@
 """The update of one step from whole fp32 gradients: unscale, clip by the global norm, skip what is not finite.
 
-With AdamW nothing here makes the host wait for the device; any other optimiser waits to know whether to skip.
+With AdamW nothing here makes the host wait for the device; any other optimiser waits to know whether to skip. 8-bit
+AdamW has to: bitsandbytes takes the count of updates, which the bias correction wants, as a number of the host, and its
+kernels read no flag. (It also waits for the device after every parameter, by itself.)
 """
 
 from __future__ import annotations
@@ -78,6 +80,6 @@ def step_unless(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
     """Update unless ``skipped`` is 1: on the device with fused AdamW, by looking with any other optimiser."""
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        torch.optim.AdamW.step(optimizer)
+        optimizer.step()
     elif not skipped.item():
         optimizer.step()

@@ -25,7 +25,14 @@ import torch
 
 from deepspec.checkpoint.state import TrainState
 from deepspec.engine.base import DTYPES, LossModule, StepInfo
-from deepspec.engine.optim import checked_moments, make_adamw, moment_keys, parameter_groups, set_lr
+from deepspec.engine.optim import (
+    ADAMW_MOMENTS,
+    checked_moments,
+    export_moments,
+    import_moments,
+    make_optimizers,
+    set_lr,
+)
 from deepspec.engine.update import GROWTH_INTERVAL, LossScaler, Update, gradient_of
 from deepspec.engine.zero_config import deepspeed_config
 from deepspec.errors import ConfigError
@@ -40,8 +47,6 @@ if TYPE_CHECKING:
     from deepspec.engine.distributed import Ranks
 
 log = get_logger(__name__)
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def import_deepspeed(ranks: Ranks) -> ModuleType:
@@ -71,17 +76,18 @@ def import_deepspeed(ranks: Ranks) -> ModuleType:
     return deepspeed
 
 
-class _GuardedAdamW(torch.optim.AdamW):
-    """AdamW for stage 0, where DeepSpeed neither checks nor scales: its step is the plain engine's update."""
+class _Guarded(torch.optim.Optimizer):
+    """What DeepSpeed steps at stage 0, where it neither checks nor scales: the plain engine's update of ``inner``."""
 
-    update: Update | None = None
-    info: StepInfo | None = None
+    def __init__(self, inner: torch.optim.Optimizer, update: Update) -> None:
+        super().__init__(inner.param_groups, {})  # the groups are shared: rates are set once
+        self._inner, self._update = inner, update
+        self.info: StepInfo | None = None
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Clip, skip what is not finite, and update."""
-        if self.update is not None:
-            grads = [gradient_of(p) for group in self.param_groups for p in group["params"]]
-            self.info = self.update(grads, [self])
+        grads = [gradient_of(p) for group in self.param_groups for p in group["params"]]
+        self.info = self._update(grads, [self._inner])
 
 
 class ZeroEngine:
@@ -89,7 +95,7 @@ class ZeroEngine:
 
     def __init__(self, drafter: Drafter, *, ranks: Ranks, engine: EngineConfig, optim: OptimConfig) -> None:
         self.ranks = ranks
-        _refuse_other_optimisers(optim)
+        _refuse_other_optimisers(engine, optim)
         self._deepspeed = import_deepspeed(ranks)
         _refuse_missing_fp16(self._deepspeed, engine)
         self._stage = engine.zero_stage
@@ -100,13 +106,14 @@ class ZeroEngine:
         self._scaler = None
         if engine.precision == "fp16" and self._stage == 0:
             self._scaler = LossScaler(engine.initial_loss_scale, ranks.device)
-        self._inner = self._make_optimizer(optim)
+        (self._inner,) = make_optimizers(drafter, optim)
+        self._guarded = _Guarded(self._inner, Update(optim.clip_norm, self._scaler)) if self._stage == 0 else None
         with redirect_stdout(
             sys.stderr if log.isEnabledFor(logging.DEBUG) else io.StringIO()
         ):  # it prints what belongs into a log
             self._engine, *_ = self._deepspeed.initialize(
                 model=module,
-                optimizer=self._inner,
+                optimizer=self._guarded or self._inner,
                 config=deepspeed_config(engine, optim, ranks.world_size, sum(p.numel() for p in masters.values())),
                 dist_init_required=False,
             )
@@ -114,17 +121,10 @@ class ZeroEngine:
         scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # the loop counts bad steps and stops with a clear message
-        self._create_moments()
+        if self._stage > 0:
+            self._create_moments()
         if dtype != torch.float32 and self._stage > 0:
             self._set_parameters(masters)
-
-    def _make_optimizer(self, optim: OptimConfig) -> torch.optim.AdamW:
-        groups = parameter_groups(self._drafter, optim)
-        if self._stage > 0:
-            return make_adamw(groups, optim)
-        guarded = _GuardedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-        guarded.update = Update(optim.clip_norm, self._scaler)
-        return guarded
 
     def module(self, batch: Batch, features: Features) -> LossOutput:
         """Run the drafter's objective through DeepSpeed's hooks."""
@@ -141,8 +141,8 @@ class ZeroEngine:
         set_lr(self._inner, lr_factor)
         scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
         self._engine.step()
-        if isinstance(self._inner, _GuardedAdamW) and self._inner.info is not None:
-            return self._inner.info
+        if self._guarded is not None and self._guarded.info is not None:
+            return self._guarded.info
         device, norm = self.ranks.device, self._engine.get_global_grad_norm()
         return StepInfo(
             grad_norm=torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32, device=device),
@@ -158,19 +158,22 @@ class ZeroEngine:
         moments: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self._named.items():
             master = self._gathered(parameter, None)
-            state = {key: self._gathered(parameter, key) for key in MOMENTS}
+            state = {key: self._gathered(parameter, key) for key in ADAMW_MOMENTS} if self._stage > 0 else {}
             if self.ranks.is_first:
                 parameters[name], moments[name] = master.cpu().clone(), {k: v.cpu().clone() for k, v in state.items()}
         if not self.ranks.is_first:
             return TrainState()
         parameters |= {n: b.detach().to("cpu", copy=True) for n, b in self._buffers().items()}
-        optimizer_step = max(int(state["step"]) for state in self._inner.state.values())
+        if self._stage == 0:
+            moments, optimizer_step = export_moments([self._inner], self._named)
+        else:
+            optimizer_step = max(int(state["step"]) for state in self._inner.state.values())
         return TrainState(parameters, moments, optimizer_step, self._loss_scale_state())
 
     def _gathered(self, parameter: torch.nn.Parameter, key: str | None) -> torch.Tensor:
-        """Return a whole fp32 master (``key`` None) or moment (collective)."""
+        """Return a whole fp32 master (``key`` None) or, from stage 1 on, moment (collective)."""
         if self._stage == 0:
-            whole = parameter.detach() if key is None else self._inner.state[parameter][key]
+            whole = parameter
         elif key is None:
             whole = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
         else:
@@ -194,11 +197,13 @@ class ZeroEngine:
         """Take over a state that any engine exported."""
         self._set_parameters({name: state.parameters[name] for name in self._named})
         self._drafter.load_state_dict({name: state.parameters[name] for name in self._buffers()}, strict=False)
-        if state.moments:
+        if self._stage == 0:
+            import_moments(self._inner, self._named, state)
+        elif state.moments:
             for entry in self._inner.state.values():
                 entry["step"].fill_(state.optimizer_step)
             for name, parameter in self._named.items():
-                for key, value in checked_moments(state.moments, name, moment_keys(self._inner)).items():
+                for key, value in checked_moments(state.moments, name, ADAMW_MOMENTS).items():
                     self._set_state(parameter, value, key)
         self._set_loss_scale(state.loss_scale)
 
@@ -215,11 +220,9 @@ class ZeroEngine:
                 parameter.data.copy_(values[name])
 
     def _set_state(self, parameter: torch.nn.Parameter, value: torch.Tensor, key: str | None) -> None:
-        """Set a master (``key`` None) or a moment from its whole value."""
+        """Set a master (``key`` None) or a moment of stages 1 to 3 from its whole value."""
         value, utils = value.to(self.ranks.device, torch.float32), self._deepspeed.utils
-        if self._stage == 0:
-            self._inner.state[parameter][key].copy_(value)
-        elif self._stage == 3:  # noqa: PLR2004
+        if self._stage == 3:  # noqa: PLR2004
             own = _own_part(parameter, value, self.ranks)
             if key is None:
                 utils.safe_set_local_fp32_param(parameter, own)
@@ -240,7 +243,8 @@ class ZeroEngine:
             flat = [p for group in self._inner.param_groups for p in group["params"]]
         for partition in flat:
             step = torch.zeros((), device=partition.device)
-            self._inner.state[partition] = {"step": step, **{key: torch.zeros_like(partition.data) for key in MOMENTS}}
+            moments = {key: torch.zeros_like(partition.data) for key in ADAMW_MOMENTS}
+            self._inner.state[partition] = {"step": step, **moments}
         link = getattr(self._engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
         if link is not None:
             link()
@@ -264,9 +268,15 @@ def _own_part(parameter: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor
     return padded[size * ranks.rank : size * (ranks.rank + 1)]
 
 
-def _refuse_other_optimisers(optim: OptimConfig) -> None:
-    if optim.name != "adamw":
-        raise ConfigError(f"optim.name={optim.name} runs on the plain engine only; set optim=adamw or engine=plain")
+def _refuse_other_optimisers(engine: EngineConfig, optim: OptimConfig) -> None:
+    """Say what the config's rules say, to a caller that did not ask them."""
+    if optim.name == "muon":
+        raise ConfigError("optim.name=muon runs on the plain engine only; set optim=adamw or engine=plain")
+    if optim.name == "adamw8bit" and engine.zero_stage > 0:
+        raise ConfigError(
+            f"optim.name=adamw8bit with engine.zero_stage={engine.zero_stage}: 8-bit moments are those of whole "
+            "parameters; set engine.zero_stage=0, or optim=adamw"
+        )
 
 
 def _refuse_missing_fp16(deepspeed: ModuleType, engine: EngineConfig) -> None:

@@ -138,6 +138,7 @@ def test_packed_rows_fit_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
             ["engine=deepspeed", "engine.micro_batch_size=8", "engine.global_batch_size=16", "optim=muon"],
             "engine=plain only",
         ),
+        (["engine=deepspeed", "engine.zero_stage=1", "optim=adamw8bit"], "engine.zero_stage=1 splits them"),
         (["engine.loss_precision=common_mode"], "is for low precision"),
         (["data.row_tokens=511"], "must hold the longest sample, data.max_length=512"),
         (["data.anchor_share=0"], "data.anchor_share=0.0: must be above 0 and at most 1"),

@@ -62,3 +62,12 @@ def test_every_engine(tmp_path: Path, world_size: int, precision: str) -> None:
     codes = start_ranks("tests.numerics.resume_worker", "straight", str(tmp_path), *cases, world_size=world_size)
     assert all(code != 0 for code in codes), "the workers end by SIGKILL"
     resume(tmp_path, world_size, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_8_bit_adamw(tmp_path: Path, world_size: int) -> None:
+    out = tmp_path / "same.json"
+    assert start_ranks("tests.numerics.adamw8bit_worker", str(out), world_size=world_size) == [0] * world_size
+    assert json.loads(out.read_text()) == {"plain": True, "deepspeed": True}
