@@ -25,7 +25,7 @@ WIDTH = 600  # the toy's matrices are then above bitsandbytes' smallest size, it
 
 def trainer(steps: int, name: str = "adamw8bit", **engine: Any) -> tuple[Trainer, nn.Module]:
     drafter = toy.ToyConfig(width=WIDTH).build(toy.INFO, (1, 2), 3)
-    optim = replace(OPTIM, name=name)
+    optim = replace(OPTIM, name=name)  # type: ignore[arg-type]
     return toy.make_trainer(steps=steps, engine=toy.engine_config(**engine), optim=optim, drafter=drafter), drafter
 
 
