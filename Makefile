@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-full quickstart quickstart-long wheel bench
+.PHONY: help setup check format test test-full quickstart quickstart-long wheel bench bench-decoding
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
@@ -49,5 +49,10 @@ quickstart-long: setup  ## the same with more training (up to two hours)
 wheel: setup  ## build the wheel into dist/
 	python -m build --wheel --no-isolation
 
-bench: setup  ## time plain decoding, prompt lookup and the drafter of RUN=runs/quickstart
+BENCHES := loss step attention $(if $(wildcard tests/bench/packing.py),packing)
+
+bench: setup  ## time loss, training step and attention: ours against the published shape (docs/benchmarks.md)
+	@for part in $(BENCHES); do python -m tests.bench.$$part || exit 1; echo; done
+
+bench-decoding: setup  ## time plain decoding, prompt lookup and the drafter of RUN=runs/quickstart
 	python -m deepspec.evaluate run=$(RUN) evaluate.limit=1 evaluate.timing_prompts=30 out=$(RUN)/bench

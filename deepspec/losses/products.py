@@ -1,10 +1,12 @@
 """The head's products and logits, with fp32 results whatever its weights are stored in.
 
-A CPU has no low-precision product with fp32 output; there the weights are widened tile by tile.
+A CPU has no low-precision product with fp32 output; there the weights are widened tile by tile. So they are where a
+product in their own precision would be emulated.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,14 +22,14 @@ TILE = 8192  # vocabulary rows widened at a time
 def project(x: Tensor, weight: Tensor, out: Tensor, *, in_weight_precision: bool = False) -> None:
     """Write ``x weight^T`` into ``out`` [n, V], for x [n, D] and weight [V, D].
 
-    ``in_weight_precision`` multiplies in the precision of the weights; otherwise low-precision weights are widened
-    unless ``x`` is just as narrow and the device returns wide results.
+    ``in_weight_precision`` multiplies in the precision of the weights where the device can; otherwise low-precision
+    weights are widened unless ``x`` is just as narrow and the device returns wide results.
     """
     if weight.dtype == out.dtype:
         torch.mm(x.to(out.dtype), weight.t(), out=out)
     elif x.is_cuda and (in_weight_precision or x.dtype == weight.dtype):
         out.copy_(torch.mm(x.to(weight.dtype), weight.t(), out_dtype=torch.float32))
-    elif in_weight_precision:
+    elif in_weight_precision and cpu_multiplies(weight.dtype):
         out.copy_(torch.mm(x.to(weight.dtype), weight.t()))
     else:
         wide = x.to(out.dtype)
@@ -41,7 +43,7 @@ def back_project(grad: Tensor, weight: Tensor, out: Tensor, *, in_weight_precisi
         torch.mm(grad, weight, out=out)
     elif grad.is_cuda and in_weight_precision:
         out.copy_(torch.mm(grad.to(weight.dtype), weight, out_dtype=torch.float32))
-    elif in_weight_precision:
+    elif in_weight_precision and cpu_multiplies(weight.dtype):
         out.copy_(torch.mm(grad.to(weight.dtype), weight))
     else:
         out.zero_()
@@ -71,6 +73,16 @@ def whole_sums(states: Tensor, head: FrozenHead) -> tuple[Tensor, Tensor]:
     top = logits.argmax(-1)
     largest = logits.gather(-1, top[:, None]).squeeze(-1)
     return largest - logits.softmax(-1).amax(-1).log(), top  # softmax takes a third of logsumexp's time on a CPU
+
+
+@lru_cache
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has products of ``dtype``. PyTorch emulates those it has not, up to 100 times slower."""
+    names = {
+        torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
+        torch.float16: ("_is_amx_fp16_supported",),
+    }.get(dtype)
+    return names is None or any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 
 def _tiles(weight: Tensor) -> list[slice]:

@@ -1,0 +1,62 @@
+"""The benchmarks run, and both sides of a pair do the same work; nothing is asked of their timings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.bench import accuracy, attention, loss, step
+
+
+def test_the_loss_of_both_shapes_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    found = loss.main(["--quick", "--device=cpu"])
+    sizes = {rows: figure for rows, figure in found["exact fp32"].items() if figure.measured}
+    assert sizes
+    for rows, ours in sizes.items():
+        assert ours.loss == pytest.approx(found["published fp32"][rows].loss, rel=1e-4)
+        assert found["exact bf16"][rows].loss == pytest.approx(found["published bf16"][rows].loss, rel=2e-2)
+        assert found["common_mode bf16"][rows].loss == pytest.approx(found["exact bf16"][rows].loss, rel=2e-2)
+    out = capsys.readouterr().out
+    assert "machine: " in out and "commit:  " in out and "tests.bench.loss --quick" in out
+
+
+def test_a_loss_is_measured_in_a_process_of_its_own_and_may_not_fit() -> None:
+    small = loss.parse(["--vocab=256", "--width=16", "--rank=4", "--repeats=1", "--device=cpu", "--threads=1"])
+    found = loss.measure_apart(small, "published fp32", 4)
+    assert found is not None and found.seconds and found.measured
+    far = loss.parse(["--vocab=256", "--width=16", "--rank=1000000000000", "--device=cpu", "--threads=1"])
+    assert loss.measure_apart(far, "exact fp32", 4) is None
+
+
+def test_what_is_not_measured_lies_on_the_line_through_the_two_largest_sizes() -> None:
+    known = {rows: loss.Figure([2.0 + rows], 100.0 * rows) for rows in (1, 64, 128)}
+    line = loss.Line.of(known | {256: loss.Figure([99.0], 1.0, measured=False)})
+    assert line is not None
+    guess = line.at(512, known)
+    assert (guess.seconds, guess.peak, guess.measured) == ([514.0], 51200.0, False)
+    assert loss.Line.of({64: known[64]}) is None
+    few = loss.Line.of({rows: known[rows] for rows in (1, 64)})
+    assert few is not None and "MB" not in str(few)  # the Markov matrix takes the memory there, not the logits
+
+
+def test_accuracy_is_told_by_precision_and_way() -> None:
+    found = accuracy.report(quick=True)
+    assert found["fp32", "exact"][0] < 1e-3
+    least = found["bf16", "float64, rounded to bf16"][0]
+    assert all(values[0] >= 0.99 * least for (precision, _), values in found.items() if precision == "bf16")
+
+
+def test_published_and_our_step_have_the_same_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    made = step.run(step.tiny(1), budget=60)
+    published, ours = made["published fp32"].losses, made["ours fp32"].losses
+    assert len(published) == 2
+    torch.testing.assert_close(torch.tensor(ours[:1]), torch.tensor(published[:1]), rtol=1e-5, atol=0.0)
+    low = torch.tensor([made["published bf16"].losses[0], made["ours bf16"].losses[0]])
+    torch.testing.assert_close(low, torch.full_like(low, published[0]), rtol=2e-2, atol=0.0)
+    assert capsys.readouterr().out.count("\n| ") == 1 + len(made)
+
+
+def test_every_back_end_of_attention_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    attention.main(["--quick", "--device=cpu"])
+    out = capsys.readouterr().out
+    assert all(f"| {name} |" in out for name in attention.BACKENDS)
