@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from deepspec.errors import TargetError
 from deepspec.log import get_logger
@@ -15,6 +16,8 @@ from deepspec.targets.layers import auto_layer_ids, validate_layer_ids
 from deepspec.targets.target import Target, eos_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from deepspec.config.schema import TargetConfig
 
 log = get_logger(__name__)
@@ -149,13 +152,38 @@ def _read_model(config: TargetConfig, path: str, dtype: torch.dtype | str) -> An
 
     hf_logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, revision=_revision(config), trust_remote_code=config.trust_remote_code, dtype=dtype
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=_revision(config),
+            trust_remote_code=config.trust_remote_code,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     except (OSError, ValueError) as error:
         raise TargetError(_why(config, path, error)) from error
+    except SafetensorError as error:
+        raise TargetError(
+            f"target.path={config.path}: its weights cannot be read ({_first_line(error)}), so a file is damaged or "
+            "cut short; fetch the target again"
+        ) from error
     finally:
         hf_logging.enable_progress_bar()
+    _refuse_gaps(config, found)
+    return model
+
+
+def _refuse_gaps(config: TargetConfig, found: Mapping[str, Any]) -> None:
+    """Refuse weights that transformers would fill with random numbers and a warning."""
+    gaps = sorted(found["missing_keys"])
+    shapes = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in found["mismatched_keys"])
+    for names, what in ((gaps, "are missing"), (shapes, "have other shapes than config.json says")):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""  # noqa: PLR2004 - enough to see which
+            raise TargetError(
+                f"target.path={config.path}: of its tensors {', '.join(names[:3])}{more} {what}: the weights do not "
+                "belong to this config.json, or a file is missing; fetch the target again"
+            )
 
 
 def _read_tokenizer(config: TargetConfig, path: str) -> Any:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
 
 from deepspec.config.schema import TargetConfig
 from deepspec.errors import ConfigError, TargetError
@@ -147,3 +149,36 @@ def test_code_of_the_model_runs_only_if_asked(config: TargetConfig, tmp_path: Pa
     with pytest.raises(TargetError, match="target.trust_remote_code=true"):
         load_target(replace(config, path=str(tmp_path)))
     assert not (tmp_path / "ran").exists()
+
+
+def damaged(folder: Path, tmp_path: Path, change: str) -> Path:
+    """Copy a target and cut its weights short, leave a tensor out, or give one another shape."""
+    copy = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    file = copy / "model.safetensors"
+    if change == "cut":
+        file.write_bytes(file.read_bytes()[:1000])
+        return copy
+    tensors = load_file(file)
+    name = "model.layers.2.mlp.up_proj.weight"
+    if change == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("cut", "its weights cannot be read"),
+        ("missing", r"model\.layers\.2\.mlp\.up_proj\.weight are missing"),
+        ("shape", r"model\.layers\.2\.mlp\.up_proj\.weight have other shapes than config\.json says"),
+    ],
+)
+def test_damaged_weights_are_refused(
+    config: TargetConfig, folder: Path, tmp_path: Path, change: str, says: str
+) -> None:
+    """transformers fills a gap with random numbers and a warning: such a target would train a useless drafter."""
+    with pytest.raises(TargetError, match=says):
+        load_target(replace(config, path=str(damaged(folder, tmp_path, change))))
