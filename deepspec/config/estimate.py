@@ -6,6 +6,7 @@ memory. Activations and time are estimates; each line says so.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,8 +122,9 @@ def _memory(run: RunConfig, shape: TargetShape, drafter: int, taps: int, tokens:
     """Return bytes on one rank. ZeRO 1 shards masters and moments, 2 the gradients too, 3 the weights too."""
     ranks, stage = run.plan.ranks, run.engine.zero_stage if run.engine.kind == "deepspeed" else 0
     width = 4 if run.engine.precision == "fp32" else 2
-    batch, length, d = run.engine.micro_batch_size, run.data.max_length, shape.hidden_size
-    rows = batch * min(run.data.anchors_per_sample, tokens) * run.drafter.gamma
+    batch, length, d = run.engine.micro_batch_size, run.data.row_tokens or run.data.max_length, shape.hidden_size
+    documents = 1.0 if run.data.row_tokens is None else max(1.0, run.data.row_tokens / tokens)  # of a row
+    rows = batch * documents * _anchors(run, tokens) * run.drafter.gamma
     layers = getattr(run.drafter, "num_layers", 1)
     state = (0 if width == 4 else 4) + _moments_width(run)  # in fp32 the weights are the masters
     kept = "8-bit" if run.optim.name == "adamw8bit" else "Adam"
@@ -135,6 +137,12 @@ def _memory(run: RunConfig, shape: TargetShape, drafter: int, taps: int, tokens:
         "drafter, activations (estimate)": rows * d * width * ACTIVATIONS_PER_LAYER * layers,
         "loss, logits of a chunk (estimate)": min(rows, LOSS_ROWS) * _loss_elements(run, shape) * 4,
     }
+
+
+def _anchors(run: RunConfig, tokens: int) -> int:
+    """Return the anchors of a sample of ``tokens`` tokens, were all of them supervised."""
+    share = 1.0 if run.data.anchor_share is None else run.data.anchor_share
+    return min(run.data.anchors_per_sample, math.ceil(share * tokens))
 
 
 def _moments_width(run: RunConfig) -> int:
@@ -165,7 +173,7 @@ def _disk(run: RunConfig, shape: TargetShape, drafter: int, tokens: int) -> dict
 
 def _work(run: RunConfig, shape: TargetShape, drafter: int, tokens: int) -> dict[str, float]:
     """Return the FLOP of one sample: 2 a weight forward, 4 backward; the frozen head has no weight gradient."""
-    rows = min(run.data.anchors_per_sample, tokens) * run.drafter.gamma
+    rows = _anchors(run, tokens) * run.drafter.gamma
     logits = (shape.vocab_size + 2 * _draft_vocab(run, shape)) * shape.hidden_size
     return {
         "target": 2.0 * shape.active_parameters * tokens,

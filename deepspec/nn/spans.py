@@ -105,7 +105,9 @@ class Document:
 def separable(batch: Batch) -> list[Document] | None:
     """Return the documents that have anchors, where running over each of them alone costs less than over rows.
 
-    That is on a CPU, where some row holds several, and the anchors of each lie side by side; None otherwise.
+    That is on a CPU, where some row holds several, and the anchors of each lie side by side; None otherwise. Also None
+    where no document has an anchor: with nothing to run over, no parameter would get a gradient, not even zeros, and
+    ranks that reduce gradients would wait for each other.
     """
     if batch.input_ids.device.type != "cpu" or not is_packed(batch):
         return None
@@ -118,7 +120,7 @@ def separable(batch: Batch) -> list[Document] | None:
         if own[-1] - own[0] + 1 != len(own):
             return None
         found.append(_document(batch, span, slice(own[0], own[-1] + 1)))
-    return found
+    return found or None
 
 
 def _document(batch: Batch, span: Span, anchors: slice) -> Document:

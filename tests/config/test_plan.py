@@ -92,3 +92,16 @@ def test_experts_count_in_full_for_memory_and_in_part_for_time(tmp_path: Path) -
     shape = target_shape(str(tmp_path))
     assert shape.layer_parameters(8) - shape.layer_parameters(2) == 6 * 3 * 32 * 16
     assert shape.active_parameters == 8 * shape.layer_parameters(2)
+
+
+def test_packed_rows_and_a_share_of_anchors_count(run: RunConfig) -> None:
+    """A row of 64 tokens holds two samples of 32; half of the anchors are half of the drafter's work."""
+    run = replace(run, plan=replace(run.plan, tokens_per_sample=32), engine=replace(run.engine, micro_batch_size=1))
+    whole = replace(run, data=replace(run.data, max_length=64, anchors_per_sample=512))
+    packed = replace(whole, data=replace(whole.data, row_tokens=64))
+    shared = replace(packed, data=replace(packed.data, anchor_share=0.5))
+    part = "drafter, activations (estimate)"
+    rows = [estimate(each).memory[part] for each in (whole, packed, shared)]
+    assert rows[1] == pytest.approx(2 * rows[0])
+    assert rows[2] == pytest.approx(rows[0])
+    assert estimate(shared).hours < estimate(packed).hours == pytest.approx(estimate(whole).hours)

@@ -239,6 +239,17 @@ def test_a_batch_without_a_slot_gives_zero_sums_and_zero_gradients(model: Any) -
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
+def test_packed_rows_without_a_slot_reach_the_parameters_that_others_reach(model: Any) -> None:
+    """Ranks reduce a gradient when it arrives: a parameter that gets none on one of them would stop them all."""
+    reached = []
+    for batch, features in (at([3]), packed(row(17, [3], seed=1), row(33, [4], seed=2))):
+        model.zero_grad()
+        silent = replace(batch, anchor_mask=torch.zeros_like(batch.anchor_mask))
+        torch.stack(list(model(silent, features).sums.values())).sum().backward()
+        reached.append({name for name, p in model.named_parameters() if p.grad is not None})
+    assert reached[0] == reached[1]
+
+
 def test_proposing_leaves_the_state_as_it_was(model: Any) -> None:
     batch, features = at([3])
     used, fresh = model.start(20), model.start(20)
