@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from deepspec.losses.chunks import by_block, by_position
-from deepspec.losses.products import back_project, finish, project
+from deepspec.losses.products import add_project, back_project, finish, project
 from deepspec.losses.rows import pace_weights
 from deepspec.losses.task import BUFFERS, CHUNK_BYTES, WHOLE_BUFFERS, Parts
 
@@ -127,7 +127,7 @@ class _Scan:
         self.weights = task.weights[order].to(self.wide)
         self.source = (hidden, markov, w2)
         self.markov = None if markov is None else markov.detach()[order].to(self.wide)
-        self.w2 = None if w2 is None else w2.detach().to(self.wide)
+        self.w2 = None if w2 is None else w2.detach()
         self._allocate()
 
     def _plan(self, device: torch.device) -> Plan:
@@ -151,7 +151,7 @@ class _Scan:
             return
         self.grad_hidden = torch.zeros(self.hidden.shape, device=device, dtype=self.wide)
         if self.markov is not None and self.w2 is not None:
-            self.grad_markov, self.grad_w2 = torch.zeros_like(self.markov), torch.zeros_like(self.w2)
+            self.grad_markov, self.grad_w2 = torch.zeros_like(self.markov), torch.zeros_like(self.w2, dtype=self.wide)
 
     def run(self, chunk: Chunk) -> None:
         """Score the rows of a chunk."""
@@ -276,7 +276,7 @@ class _Scan:
         finish(target_logits, judges, with_slope=False)
         slope = finish(z, head, with_slope=self.with_grad)
         if self.markov is not None and self.w2 is not None:
-            z.addmm_(self.markov[rows], self.w2.t())
+            add_project(self.markov[rows], self.w2, z)
         return slope
 
     def _gradient(
@@ -309,7 +309,7 @@ class _Scan:
         grad.add_(q.mul_(weights * share))
         grad.scatter_add_(1, self.labels[rows, None], -ce * weights)
         if self.markov is not None and self.w2 is not None:
-            torch.mm(grad, self.w2, out=self.grad_markov[rows])
+            back_project(grad, self.w2, self.grad_markov[rows])
             self.grad_w2.addmm_(grad.t(), self.markov[rows])
         if slope is not None:
             grad.mul_(slope)
@@ -321,6 +321,7 @@ class _Scan:
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Return the gradients in the caller's order of rows and in the precision of the inputs."""
         hidden, markov, w2 = self.source
+        del self.buffers, self.hidden, self.target_hidden  # their memory serves the copies
         grad_hidden = self.grad_hidden[self.plan.inverse].to(hidden.dtype)
         if markov is None or w2 is None:
             return grad_hidden, None, None

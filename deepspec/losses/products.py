@@ -37,6 +37,12 @@ def project(x: Tensor, weight: Tensor, out: Tensor, *, in_weight_precision: bool
             torch.mm(wide, weight[tile].to(out.dtype).t(), out=out[:, tile])
 
 
+def add_project(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Add ``x weight^T`` to ``out`` [n, V], for x [n, r] in the precision of ``out`` and weight [V, r]."""
+    for tile in [slice(None)] if weight.dtype == out.dtype else _tiles(weight):
+        out[:, tile].addmm_(x, weight[tile].to(out.dtype).t())
+
+
 def back_project(grad: Tensor, weight: Tensor, out: Tensor, *, in_weight_precision: bool = False) -> None:
     """Write ``grad weight`` into ``out`` [n, D], for grad [n, V] and weight [V, D]."""
     if weight.dtype == out.dtype:

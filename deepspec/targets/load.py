@@ -152,7 +152,7 @@ def _read_model(config: TargetConfig, path: str, dtype: torch.dtype | str) -> An
 
     hf_logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             revision=_revision(config),
             trust_remote_code=config.trust_remote_code,
@@ -169,6 +169,7 @@ def _read_model(config: TargetConfig, path: str, dtype: torch.dtype | str) -> An
         ) from error
     finally:
         hf_logging.enable_progress_bar()
+    model, found = loaded
     _refuse_gaps(config, found)
     return model
 
