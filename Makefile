@@ -49,9 +49,9 @@ quickstart-long: setup  ## the same with more training (up to two hours)
 wheel: setup  ## build the wheel into dist/
 	python -m build --wheel --no-isolation
 
-BENCHES := loss step attention $(if $(wildcard tests/bench/packing.py),packing)
+BENCHES := loss step attention packing
 
-bench: setup  ## time loss, training step and attention: ours against the published shape (docs/benchmarks.md)
+bench: setup  ## time loss, training step, attention and packing: ours against the published shape (docs/benchmarks.md)
 	@for part in $(BENCHES); do python -m tests.bench.$$part || exit 1; echo; done
 
 bench-decoding: setup  ## time plain decoding, prompt lookup and the drafter of RUN=runs/quickstart

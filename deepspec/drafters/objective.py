@@ -46,9 +46,7 @@ class Terms(NamedTuple):
     eta: float = 1.0  # how fast that turns
     reverse: float = 0.0  # KL(q || p)
     jsd: float = 0.0  # Jensen-Shannon divergence
-    pace: float | None = (
-        None  # smoothing of D-PACE's weights, which take the place of the slots' own; None: they do not
-    )
+    pace: float | None = None  # smoothing of D-PACE's weights, which take the place of the slots' own; None: not
 
 
 class LogitBias(NamedTuple):

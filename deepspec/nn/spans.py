@@ -21,16 +21,11 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """A document: positions ``start:stop`` of a row."""
+    """Positions ``start:stop`` of a row: a document, or several that lie side by side."""
 
     row: int
     start: int
     stop: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of the document."""
-        return self.stop - self.start
 
 
 class Piece(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.bench import accuracy, attention, loss, step
+from tests.bench import accuracy, attention, loss, packing, step
 
 
 def test_the_loss_of_both_shapes_is_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +60,10 @@ def test_every_back_end_of_attention_is_timed(capsys: pytest.CaptureFixture[str]
     attention.main(["--quick", "--device=cpu"])
     out = capsys.readouterr().out
     assert all(f"| {name} |" in out for name in attention.BACKENDS)
+
+
+def test_packing_is_timed_against_padding(capsys: pytest.CaptureFixture[str]) -> None:
+    packing.main(["--quick"])
+    out = capsys.readouterr().out
+    assert "commit:  " in out and "tests.bench.packing --quick" in out
+    assert out.count("\n| ") == 2
