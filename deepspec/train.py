@@ -37,7 +37,7 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     import torch
 
     from deepspec.config.resolve import save_config, to_plain
-    from deepspec.engine.build import build_trainer
+    from deepspec.engine.build import attention_backend, build_trainer
     from deepspec.engine.inputs import read_inputs
     from deepspec.engine.start import choose_vocabulary, start_weights
     from deepspec.features.online import online_features
@@ -48,6 +48,7 @@ def train(cfg: RunConfig, run: Path, ranks: Ranks) -> None:
     torch.manual_seed(cfg.seed)
     drafter = cfg.drafter.build(target.info, taps, cfg.target.mask_token_id)
     drafter.loss_precision = cfg.engine.loss_precision
+    drafter.attention_backend = attention_backend(cfg.engine.attention, ranks.device)
     drafter.bind(target.head)
     inputs = read_inputs(cfg, target, ranks)
     choose_vocabulary(cfg, drafter, target.info, inputs)

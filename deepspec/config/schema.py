@@ -101,6 +101,11 @@ class EngineConfig:
         "exact forms fp32 logits; common_mode cancels rounding errors; auto is exact on CUDA and for fp32",
         "auto",
     )
+    attention: Literal["auto", "flex", "sdpa", "eager"] = key(
+        "Attention of the drafter: flex (CUDA; skips what a mask hides), sdpa (takes a dense mask), or eager, "
+        "the definition; auto is flex on CUDA, else sdpa",
+        "auto",
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto takes CUDA when there is one", "auto")
     threads: int | None = key("CPU threads of a rank; null leaves PyTorch's choice", None)
     initial_loss_scale: float = key("First loss scale of fp16", 65536.0)

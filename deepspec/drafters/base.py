@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         TargetInfo,
         TokenSampler,
     )
+    from deepspec.nn.attention import AttentionBackend
     from deepspec.nn.head import FrozenHead
 
 log = get_logger(__name__)
@@ -88,6 +89,8 @@ class Drafter(nn.Module):
     """Weight of each loss term, by the names of ``LossOutput.sums``."""
     loss_precision: LossPrecision = "auto"
     """``engine.loss_precision``; whoever builds a training run sets it on the drafter."""
+    attention_backend: AttentionBackend = "auto"
+    """``engine.attention``, likewise."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,11 +13,14 @@ from deepspec.engine.loop import Limits, Trainer
 from deepspec.engine.plain import PlainEngine
 from deepspec.engine.schedule import make_schedule
 from deepspec.engine.tracker import make_tracker
+from deepspec.errors import ConfigError
 from deepspec.log import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    import torch
 
     from deepspec.config.schema import EngineConfig, OptimConfig, RunConfig
     from deepspec.contracts import Batch, Features, TargetInfo
@@ -25,8 +28,22 @@ if TYPE_CHECKING:
     from deepspec.engine.base import Engine
     from deepspec.engine.distributed import Ranks
     from deepspec.engine.inputs import Inputs
+    from deepspec.nn.attention import AttentionBackend
 
 log = get_logger(__name__)
+
+
+def attention_backend(wanted: AttentionBackend, device: torch.device) -> AttentionBackend:
+    """Return ``wanted``, the value of ``engine.attention``.
+
+    Raises:
+        ConfigError: ``device`` cannot train with it.
+    """
+    if wanted == "flex" and device.type != "cuda":
+        raise ConfigError(
+            f"engine.attention=flex has no backward pass on {device.type}: use engine.attention=auto, sdpa or eager"
+        )
+    return wanted
 
 
 def build_engine(drafter: Drafter, *, ranks: Ranks, engine: EngineConfig, optim: OptimConfig) -> Engine:

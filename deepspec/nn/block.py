@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.contracts import TargetInfo
-    from deepspec.nn.attention import AttentionBackend
-    from deepspec.nn.spans import Pieces
+    from deepspec.nn.attention import AttentionBackend, Visible
 
 Rotation = tuple["Tensor", "Tensor"]  # (cos, sin), broadcastable to [B, heads, n, Dr]
 
@@ -81,7 +80,7 @@ class ContextAttention(nn.Module):
         context: Tensor,  # [B, T, D]
         rotation: Rotation,  # of the block's slots
         context_rotation: Rotation,
-        mask: Tensor | Pieces | None,  # [B, 1, n, T + n]
+        mask: Visible | None,  # [B, 1, n, T + n]
         backend: AttentionBackend,
     ) -> Tensor:
         """Return the attention's output [B, n, D]."""
@@ -93,7 +92,7 @@ class ContextAttention(nn.Module):
         context: Tensor,
         rotation: Rotation,
         context_rotation: Rotation,
-        mask: Tensor | Pieces | None,
+        mask: Visible | None,
         backend: AttentionBackend,
     ) -> Tensor:
         """Return what the heads bring, [B, n, H*Dh]."""
@@ -106,7 +105,7 @@ class ContextAttention(nn.Module):
         return _joined(attend(self.queries(x, rotation), keys, values, mask, backend=backend))
 
     def output(
-        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Pieces | None, backend: AttentionBackend
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Visible | None, backend: AttentionBackend
     ) -> Tensor:
         """Attend and project back to [B, n, D]."""
         return self.o_proj(_joined(attend(queries, keys, values, mask, backend=backend)))
@@ -152,7 +151,7 @@ class DrafterLayer(nn.Module):
         context: Tensor,  # [B, T, D]
         rotation: Rotation,
         context_rotation: Rotation,
-        mask: Tensor | Pieces | None,
+        mask: Visible | None,
         backend: AttentionBackend,
     ) -> Tensor:
         """Return the next states [B, n, D]. ``context`` is normed already and goes to the projections as it is."""

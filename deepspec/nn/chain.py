@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspec.nn.attention import attend
 from deepspec.nn.block import BlockShape, ContextAttention, SwiGLU
+from deepspec.nn.masks import text_visibility
 from deepspec.nn.norm import RMSNorm
 from deepspec.nn.spans import Piece, Pieces, separable
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.contracts import Batch
-    from deepspec.nn.attention import AttentionBackend
+    from deepspec.nn.attention import AttentionBackend, Visible
     from deepspec.nn.block import Rotation
+    from deepspec.nn.masks import Visibility
 
 
 class ChainLayer(nn.Module):
@@ -96,9 +98,8 @@ def _written_out(
     """Return [B, H, A, Dh]. Run again in the backward pass: its scores would take H*A*T floats a step until then."""
     batch, heads, chains, width = queries.shape
     groups = keys.shape[1]
-    queries = (queries * width**-0.5).view(
-        batch, groups, heads // groups, chains, width
-    )  # fp16 products could overflow
+    queries = queries * width**-0.5  # before the products, which could overflow in fp16
+    queries = queries.view(batch, groups, heads // groups, chains, width)
     of_text = (queries @ keys[:, :, None].transpose(-1, -2)).float()  # [B, Hkv, G, A, T]
     of_text = of_text.masked_fill(~mask[:, :, None], torch.finfo(of_text.dtype).min)
     own_keys, own_values = own_keys[:, :, None], own_values[:, :, None]
@@ -109,46 +110,41 @@ def _written_out(
     return out.reshape(batch, heads, chains, width)
 
 
-def chain_mask(batch: Batch, window: int | None, rows: Tensor, ahead: int) -> Tensor:
-    """Return [B, 1, n, T], True where a query sees a row of the text.
+def chain_visibility(batch: Batch, window: int | None, rows: Tensor, ahead: int) -> Visibility:
+    """Return what queries see that stand ``ahead`` positions behind the rows of the text that ``rows`` [B, n] names.
 
-    The query stands ``ahead`` positions behind the row of the text that ``rows`` [B, n] names, and sees the rows of
-    that row's document up to it; with a sliding window w only those less than w positions before itself.
+    They see the rows of that row's document up to it; with a sliding window w only those less than w positions before
+    themselves.
     """
-    index = torch.arange(batch.segment_ids.shape[1], device=rows.device)
-    segment = batch.segment_ids.gather(1, rows)[..., None]
-    seen = (batch.segment_ids[:, None] == segment) & (segment > 0) & (index <= rows[..., None])  # [B, n, T]
-    if window is not None:
-        position = batch.position_ids.gather(1, rows)[..., None] + ahead
-        seen = seen & (batch.position_ids[:, None] > position - window)
-    return seen[:, None]
+    return text_visibility(batch, rows, rows + 1, batch.position_ids.gather(1, rows) + ahead, window)
 
 
-def text_visible(batch: Batch, window: int | None) -> Tensor | Pieces:
-    """Return what every row of the text sees of it, as ``chain_mask`` or, of packed rows, document by document."""
+def text_visible(batch: Batch, window: int | None, backend: AttentionBackend) -> Visible:
+    """Return what every row of the text sees of it, for ``backend``; document by document where rows are packed and no
+    kernel would skip the rest."""
     found = separable(batch)
-    if found is None:
+    if found is None or backend == "flex":
         every = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
-        return chain_mask(batch, window, every, 0)
-    return Pieces(
-        [
-            Piece(one.span.row, one.place, (one.place,), chain_mask(one.batch, window, one.batch.position_ids, 0))
-            for one in found
-        ]
-    )
+        return chain_visibility(batch, window, every, 0).for_kernel(backend)
+    pieces = []
+    for one in found:
+        mask = chain_visibility(one.batch, window, one.batch.position_ids, 0).dense()
+        pieces.append(Piece(one.span.row, one.place, (one.place,), mask))
+    return Pieces(pieces)
 
 
 def chains_visible(batch: Batch, window: int | None, ahead: int) -> Tensor | Pieces:
     """Return what the chains of all anchors see of the text, ``ahead`` positions behind their first row.
 
-    The first row of the chain at anchor a is row a - 1 of the text.
+    The first row of the chain at anchor a is row a - 1 of the text. No kernel has the pattern of later steps, so this
+    is a mask whatever the back end.
     """
     found = separable(batch)
     if found is None:
-        return chain_mask(batch, window, (batch.anchor_indices - 1).clamp(min=0), ahead)
+        return chain_visibility(batch, window, (batch.anchor_indices - 1).clamp(min=0), ahead).dense()
     pieces = []
     for one in found:
-        mask = chain_mask(one.batch, window, one.batch.anchor_indices - 1, ahead)
+        mask = chain_visibility(one.batch, window, one.batch.anchor_indices - 1, ahead).dense()
         pieces.append(Piece(one.span.row, one.anchors, (one.place,), mask))
     return Pieces(pieces)
 

@@ -21,7 +21,7 @@ from deepspec.drafters.blocks import decoding
 from deepspec.drafters.blocks.fit import fit_first_layer
 from deepspec.drafters.blocks.initialise import initialise_from
 from deepspec.nn.block import BlockShape, DrafterLayer
-from deepspec.nn.masks import block_pieces, block_positions
+from deepspec.nn.masks import block_positions, block_visible
 from deepspec.nn.norm import RMSNorm
 from deepspec.nn.rope import RotaryEmbedding
 
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from deepspec.drafters.blocks.decoding import DecodingState, TokenBias
     from deepspec.drafters.blocks.options import BlockOptions
     from deepspec.drafters.objective import Rows
-    from deepspec.nn.attention import AttentionBackend
+    from deepspec.nn.attention import Visible
     from deepspec.nn.block import Rotation
-    from deepspec.nn.spans import Pieces
 
 INITIAL_STD = 0.02
 
@@ -48,13 +47,11 @@ class BlockArguments(NamedTuple):
     context: Tensor  # [B, T, D]
     rotation: Rotation  # of the rows
     context_rotation: Rotation
-    mask: Tensor | Pieces | None  # [B, 1, A*N, T + A*N]
+    mask: Visible  # [B, 1, A*N, T + A*N]
 
 
 class BlockDrafter(Drafter):
     """The backbone: features of the target in, final-normed states of whole blocks out."""
-
-    attention_backend: AttentionBackend = "sdpa"
 
     def __init__(
         self, *, config: BlockOptions, target: TargetInfo, target_layer_ids: tuple[int, ...], mask_token_id: int
@@ -136,7 +133,7 @@ class BlockDrafter(Drafter):
             context=context,
             rotation=self.rope(places, x.dtype),
             context_rotation=self.rope(batch.position_ids[:, None], x.dtype),
-            mask=block_pieces(batch, size, self.conventions.sliding_window),
+            mask=block_visible(batch, size, self.conventions.sliding_window, self.attention_backend),
         )
 
     def block_states(self, batch: Batch, hidden: Tensor) -> Tensor:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from deepspec.contracts import Batch, Committed, Features, TargetInfo, TokenSampler
     from deepspec.drafters.chains.options import ChainOptions
-    from deepspec.nn.attention import AttentionBackend
 
 INITIAL_STD = 0.02
 PREFILL_ROWS = 1024  # of a prompt at a time: their mask is as wide as the prompt is long
@@ -60,7 +59,6 @@ class ChainState:
 class ChainDrafter(Drafter):
     """Base of autoregressive drafters: layers over rows of a chain, then the target's head."""
 
-    attention_backend: AttentionBackend = "sdpa"
     layers: nn.ModuleList
 
     def __init__(
@@ -149,7 +147,7 @@ class ChainDrafter(Drafter):
         window, memories = self.conventions.sliding_window, []
         at_start = chains_visible(batch, window, 0)
         *front, last = self.chain_layers
-        mask = text_visible(batch, window) if front else at_start
+        mask = text_visible(batch, window, self.attention_backend) if front else at_start
         for layer in front:
             x = layer.normed(states, embeddings)
             keys, values = layer.self_attn.keys_values(x, rotation)

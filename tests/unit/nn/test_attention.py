@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 
 from deepspec.contracts import Batch
+from deepspec.nn import flex
 from deepspec.nn.attention import attend
-from deepspec.nn.masks import block_mask, block_pieces
+from deepspec.nn.chain import chain_visibility
+from deepspec.nn.masks import Visibility, block_mask, block_visibility, block_visible
 from deepspec.nn.spans import Pieces, Span, neighbours
 
 BACKENDS = ["sdpa", "eager"]
@@ -100,18 +103,8 @@ def test_a_short_and_a_long_row_are_finite(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 2])
 def test_piece_by_piece_equals_one_mask(backend: str, window: int | None) -> None:
-    """A document without an anchor, padding between the anchors of documents, and a row without a document."""
-    segments = torch.tensor([[1] * 5 + [2] * 3 + [3] * 4 + [0] * 2, [1] * 4 + [2] * 6 + [0] * 4, [0] * 14])
-    positions = torch.tensor([[*range(5), *range(3), *range(4), 0, 0], [*range(4), *range(6)] + [0] * 4, [0] * 14])
-    batch = Batch(
-        input_ids=torch.zeros_like(segments),
-        segment_ids=segments,
-        position_ids=positions,
-        loss_mask=segments > 0,
-        anchor_indices=torch.tensor([[2, 4, 9, 10, 0], [1, 2, 5, 8, 0], [0] * 5]),
-        anchor_mask=torch.tensor([[True, True, True, True, False], [True, False, True, True, False], [False] * 5]),
-    )
-    pieces = block_pieces(batch, 3, window)
+    batch = _packed_batch()
+    pieces = block_visible(batch, 3, window)
     assert isinstance(pieces, Pieces)
     assert len(pieces.pieces) == 4
     q, k, v = torch.randn(3, 4, 15, 8), torch.randn(3, 2, 29, 8), torch.randn(3, 2, 29, 6)
@@ -125,9 +118,92 @@ def test_piece_by_piece_equals_one_mask(backend: str, window: int | None) -> Non
         torch.testing.assert_close(one, other)
 
 
+def _packed_batch() -> Batch:
+    """Return a document without an anchor, padding between the anchors of documents, and a row without a document."""
+    segments = torch.tensor([[1] * 5 + [2] * 3 + [3] * 4 + [0] * 2, [1] * 4 + [2] * 6 + [0] * 4, [0] * 14])
+    positions = torch.tensor([[*range(5), *range(3), *range(4), 0, 0], [*range(4), *range(6)] + [0] * 4, [0] * 14])
+    return Batch(
+        input_ids=torch.zeros_like(segments),
+        segment_ids=segments,
+        position_ids=positions,
+        loss_mask=segments > 0,
+        anchor_indices=torch.tensor([[2, 4, 9, 10, 0], [1, 2, 5, 8, 0], [0] * 5]),
+        anchor_mask=torch.tensor([[True, True, True, True, False], [True, False, True, True, False], [False] * 5]),
+    )
+
+
+def _visibilities(window: int | None, device: str = "cpu") -> list[Visibility]:
+    batch = _packed_batch().to(device)
+    every = torch.arange(14, device=device).expand(3, -1)
+    return [block_visibility(batch, 3, window), chain_visibility(batch, window, every, 0)]
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_flex_sees_what_the_dense_mask_shows(window: int | None) -> None:
+    for visibility in _visibilities(window):
+        rows, queries, keys = (*visibility.segment.shape, visibility.key_segment.shape[1])
+        by_pair = create_mask(visibility.sees, rows, 1, queries, keys, device="cpu")
+        assert torch.equal(by_pair, visibility.dense())
+        assert bool(by_pair.any()) and not bool(by_pair.all())
+        assert isinstance(visibility.for_kernel("flex"), flex.BlockMask)
+
+
+def test_the_kernel_follows_the_device() -> None:
+    visibility = _visibilities(None)[0]
+    assert isinstance(visibility.for_kernel("auto"), torch.Tensor)
+    assert isinstance(visibility.for_kernel("eager"), torch.Tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 2])
+def test_flex_gives_the_same_on_a_cpu(window: int | None) -> None:
+    """Value alone: there it has no backward pass. Queries that see nothing, grouped heads, no full tile."""
+    with torch.no_grad():
+        for visibility in _visibilities(window):
+            q, k, v = _heads(visibility, "cpu")
+            expected = attend(q, k, v, visibility.for_kernel("eager"), backend="eager")
+            out = attend(q, k, v, visibility.for_kernel("flex"))
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+            assert not bool(visibility.dense().any(-1).all())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward pass on CUDA alone")
+@pytest.mark.parametrize("window", [None, 2, 200])
+def test_flex_gives_the_same_value_and_gradients_on_cuda(window: int | None) -> None:
+    long = block_visibility(_long_batch().to("cuda"), 7, window)
+    for visibility in (*_visibilities(window, "cuda"), long):
+        found = _heads(visibility, "cuda"), _heads(visibility, "cuda")
+        for backend, heads in zip(("flex", "eager"), found, strict=True):
+            out = attend(*heads, visibility.for_kernel(backend), backend=backend)  # type: ignore[arg-type, misc]
+            out.square().sum().backward()
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+def _long_batch() -> Batch:
+    """Return a row of two documents over several tiles, with 40 anchors."""
+    segments = torch.cat((torch.ones(1, 300), torch.full((1, 400), 2), torch.zeros(1, 40)), dim=1).long()
+    positions = torch.cat((torch.arange(300), torch.arange(400), torch.zeros(40, dtype=torch.long)))[None]
+    return Batch(
+        input_ids=torch.zeros_like(segments),
+        segment_ids=segments,
+        position_ids=positions,
+        loss_mask=segments > 0,
+        anchor_indices=torch.linspace(5, 690, 40).long()[None],
+        anchor_mask=torch.ones(1, 40, dtype=torch.bool),
+    )
+
+
+def _heads(visibility: Visibility, device: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows, queries, keys = (*visibility.segment.shape, visibility.key_segment.shape[1])
+    shapes = [(rows, 4, queries, 16), (rows, 2, keys, 16), (rows, 2, keys, 16)]
+    return [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+
+
 def test_anchors_that_do_not_lie_side_by_side_take_one_mask() -> None:
     batch = replace(_batch(), anchor_indices=torch.tensor([[3, 5, 2]]), anchor_mask=torch.ones(1, 3, dtype=torch.bool))
-    assert isinstance(block_pieces(batch, 2), torch.Tensor)
+    assert isinstance(block_visible(batch, 2), torch.Tensor)
 
 
 def test_neighbouring_documents_are_joined_up_to_a_number_of_tokens() -> None:
