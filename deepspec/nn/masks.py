@@ -39,21 +39,27 @@ class Visibility:
     key_position: Tensor  # [B, s]
     key_block: Tensor  # [B, s]
 
-    def sees(self, row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether ``query`` of ``row`` sees ``key``, for numbers that broadcast."""
-        text = (self.key_segment[row, key] == self.segment[row, query]) & (key < self.stop[row, query])
-        if self.first is not None:
-            text = text & (self.key_position[row, key] >= self.first[row, query])
-        return text | (self.key_block[row, key] == self.block[row, query])
+    def rule(self) -> flex.Rule:
+        """Return the same as a function of row, head, query and key, numbers that broadcast."""
+        segment, stop, first, block = self.segment, self.stop, self.first, self.block
+        key_segment, key_position, key_block = self.key_segment, self.key_position, self.key_block
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001 - heads see alike
+            text = (key_segment[row, key] == segment[row, query]) & (key < stop[row, query])
+            if first is not None:
+                text = text & (key_position[row, key] >= first[row, query])
+            return text | (key_block[row, key] == block[row, query])
+
+        return sees  # a closure over tensors alone: what FlexAttention can compile once for all batches
 
     def dense(self) -> Tensor:
         """Return the mask [B, 1, n, s]."""
         rows, queries, keys = (torch.arange(n, device=self.segment.device) for n in self._sizes())
-        return self.sees(rows[:, None, None], rows, queries[:, None], keys)[:, None]
+        return self.rule()(rows[:, None, None], rows, queries[:, None], keys)[:, None]
 
     def tiled(self) -> flex.BlockMask:
         """Return the same for FlexAttention."""
-        return flex.tiled(self.sees, *self._sizes(), self.segment.device)
+        return flex.tiled(self.rule(), *self._sizes(), self.segment.device)
 
     def for_kernel(self, backend: AttentionBackend) -> Tensor | flex.BlockMask:
         """Return what ``backend`` takes."""

@@ -4,8 +4,8 @@
     python -m tests.bench.attention --heads 32 --kv-heads 8 --head-dim 128 --contexts 4096 --anchors 512
     python -m tests.bench.attention --quick           # a tiny size: does the code still run
 
-One row of text: T positions of context, A anchors spread over it, each with a block of gamma slots; a dense mask keeps
-blocks apart. Ratios are of pairs that ran one after the other.
+One row of text: T positions of context, A anchors spread over it, each with a block of gamma slots; a mask keeps blocks
+apart. FlexAttention runs on CUDA alone. Ratios are of pairs that ran one after the other.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspec.contracts import Batch
 from deepspec.log import emit
-from deepspec.nn.attention import AttentionBackend, attend
-from deepspec.nn.masks import block_mask
+from deepspec.nn.attention import AttentionBackend, Visible, attend
+from deepspec.nn.masks import block_visibility
 from tests.bench import common
 from tests.bench.common import Measured
 
-BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
+BACKENDS: tuple[AttentionBackend, ...] = ("sdpa", "eager")
 REFERENCE = "eager"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COLUMNS = ("T", "A", "back end", "s", "peak GB", f"{REFERENCE} / it")
@@ -52,7 +52,7 @@ def heads_of(arguments: Any, context: int, slots: int, device: torch.device) -> 
     return [x.to(device, DTYPES[arguments.dtype]).requires_grad_() for x in made]
 
 
-def run(backend: AttentionBackend, heads: Sequence[Tensor], mask: Tensor) -> None:
+def run(backend: AttentionBackend, heads: Sequence[Tensor], mask: Visible) -> None:
     """Attend, and push a gradient through."""
     q, k, v = heads
     attend(q, k, v, mask, backend=backend).sum().backward()
@@ -63,12 +63,13 @@ def run(backend: AttentionBackend, heads: Sequence[Tensor], mask: Tensor) -> Non
 def compare(arguments: Any, context: int, anchors: int, device: torch.device) -> None:
     """Time all back ends at one size; write a row for each."""
     heads = heads_of(arguments, context, anchors * arguments.gamma, device)
-    mask = block_mask(blocks(context, anchors, device), arguments.gamma)
+    seen = block_visibility(blocks(context, anchors, device), arguments.gamma)
 
     def timed(backend: AttentionBackend) -> Callable[[int], Measured]:
-        return lambda _turn: common.measure(partial(run, backend, heads, mask), device)
+        return lambda _turn: common.measure(partial(run, backend, heads, seen.for_kernel(backend)), device)
 
-    results = common.in_turn({name: timed(name) for name in BACKENDS}, arguments.repeats, arguments.budget)
+    names = ("flex", *BACKENDS) if device.type == "cuda" else BACKENDS
+    results = common.in_turn({name: timed(name) for name in names}, arguments.repeats, arguments.budget)
     for name, found in results.items():
         ratio = common.times(common.median_ratio(results[REFERENCE], found)) if name != REFERENCE else ""
         peak = common.gigabytes(common.highest_peak(found))

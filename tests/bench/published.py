@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from deepspec.drafters import objective
 from deepspec.engine.meters import Stopwatch
-from deepspec.nn.attention import attend
-from deepspec.nn.masks import block_mask, block_positions
+from deepspec.nn.attention import Visible, attend
+from deepspec.nn.masks import block_positions, block_visibility
 from deepspec.nn.rope import rotate
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class PublishedStep:
         context = drafter.context(hidden)  # [B, T, D]
         places = block_positions(batch, size).flatten(1)
         rotation = rope(torch.cat((batch.position_ids, places), dim=1)[:, None], x.dtype)
-        mask = block_mask(batch, size)
+        mask = block_visibility(batch, size).for_kernel("auto")
         for layer in drafter.decoder_layers:
             x = _layer(layer, x, context, rotation, mask)
         return drafter.norm(x).unflatten(1, (-1, size))
@@ -124,13 +124,13 @@ class PublishedStep:
                 weight.grad = None
 
 
-def _layer(layer: DrafterLayer, x: Tensor, context: Tensor, rotation: Rotation, mask: Tensor) -> Tensor:
+def _layer(layer: DrafterLayer, x: Tensor, context: Tensor, rotation: Rotation, mask: Visible) -> Tensor:
     x = x + _attention(layer.self_attn, layer.input_layernorm(x), context, rotation, mask)
     mixed: Tensor = layer.mlp(layer.post_attention_layernorm(x))
     return x + mixed
 
 
-def _attention(part: ContextAttention, x: Tensor, context: Tensor, rotation: Rotation, mask: Tensor) -> Tensor:
+def _attention(part: ContextAttention, x: Tensor, context: Tensor, rotation: Rotation, mask: Visible) -> Tensor:
     """Context and block are projected one after the other; each group's keys are repeated for its heads."""
     rows, slots, length = x.shape[0], x.shape[1], context.shape[1] + x.shape[1]
     queries = part.q_norm(part.q_proj(x).view(rows, slots, -1, part.head_dim)).transpose(1, 2)
@@ -141,6 +141,6 @@ def _attention(part: ContextAttention, x: Tensor, context: Tensor, rotation: Rot
     keys = rotate(part.k_norm(keys).transpose(1, 2), cos, sin)
     groups = queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.transpose(1, 2).repeat_interleave(groups, 1)
-    mixed = attend(queries, keys, values, mask, backend="sdpa")  # [B, H, A*K, Dh]
+    mixed = attend(queries, keys, values, mask, backend="auto")  # [B, H, A*K, Dh]
     out: Tensor = part.o_proj(mixed.transpose(1, 2).flatten(2))
     return out

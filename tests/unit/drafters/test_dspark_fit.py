@@ -16,7 +16,7 @@ from deepspec.drafters.blocks.least_squares import LeastSquares
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
 from deepspec.nn.head import FrozenHead
-from deepspec.nn.masks import block_pieces
+from deepspec.nn.masks import block_visible
 from deepspec.nn.rope import RotaryEmbedding, rotate
 from tests.helpers import tiny_target
 from tests.unit.drafters.small import TAPS, VOCAB, WIDTH, row, target_info
@@ -235,13 +235,13 @@ def test_masks_of_all_examples_are_never_held_together(monkeypatch: pytest.Monke
 
     def counted(*arguments: Any) -> torch.Tensor:
         nonlocal most
-        mask = block_pieces(*arguments)
+        mask = block_visible(*arguments)
         assert isinstance(mask, torch.Tensor)
         made.append(weakref.ref(mask))
         most = max(most, sum(reference() is not None for reference in made))
         return mask
 
-    monkeypatch.setattr(model_module, "block_pieces", counted)
+    monkeypatch.setattr(model_module, "block_visible", counted)
     target = Planted()
     target.drafter().fit(target.examples(8))
     assert len(made) > 8

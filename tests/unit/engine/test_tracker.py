@@ -15,6 +15,7 @@ import torch
 
 from deepspec.config.schema import TrackerConfig
 from deepspec.contracts import Ratio
+from deepspec.engine.build import attention_backend
 from deepspec.engine.distributed import choose_device
 from deepspec.engine.meters import RatioMeters
 from deepspec.engine.signals import STOPPING, stoppable
@@ -161,3 +162,10 @@ def test_device() -> None:
     assert choose_device("auto", 0).type == "cpu"
     with pytest.raises(ConfigError, match=r"engine\.device=cuda"):
         choose_device("cuda", 0)
+
+
+def test_attention_without_a_backward_pass_is_refused() -> None:
+    assert attention_backend("auto", torch.device("cpu")) == "auto"
+    assert attention_backend("flex", torch.device("cuda")) == "flex"
+    with pytest.raises(ConfigError, match=r"engine\.attention=flex.*auto, sdpa or eager"):
+        attention_backend("flex", torch.device("cpu"))

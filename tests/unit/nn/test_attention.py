@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_mask
 
 from deepspec.contracts import Batch
@@ -142,7 +143,7 @@ def _visibilities(window: int | None, device: str = "cpu") -> list[Visibility]:
 def test_flex_sees_what_the_dense_mask_shows(window: int | None) -> None:
     for visibility in _visibilities(window):
         rows, queries, keys = (*visibility.segment.shape, visibility.key_segment.shape[1])
-        by_pair = create_mask(visibility.sees, rows, 1, queries, keys, device="cpu")
+        by_pair = create_mask(visibility.rule(), rows, 1, queries, keys, device="cpu")
         assert torch.equal(by_pair, visibility.dense())
         assert bool(by_pair.any()) and not bool(by_pair.all())
         assert isinstance(visibility.for_kernel("flex"), flex.BlockMask)
@@ -154,17 +155,28 @@ def test_the_kernel_follows_the_device() -> None:
     assert isinstance(visibility.for_kernel("eager"), torch.Tensor)
 
 
-@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 2])
-def test_flex_gives_the_same_on_a_cpu(window: int | None) -> None:
-    """Value alone: there it has no backward pass. Queries that see nothing, grouped heads, no full tile."""
-    with torch.no_grad():
-        for visibility in _visibilities(window):
-            q, k, v = _heads(visibility, "cpu")
-            expected = attend(q, k, v, visibility.for_kernel("eager"), backend="eager")
-            out = attend(q, k, v, visibility.for_kernel("flex"))
-            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-            assert not bool(visibility.dense().any(-1).all())
+def test_flex_gives_the_same_on_a_cpu(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its definition and value alone: there it has no backward pass. Queries that see nothing, grouped heads."""
+    monkeypatch.setattr(flex, "_compiled", lambda function: function)
+    for visibility in _visibilities(window):
+        q, k, v = (x.detach() for x in _heads(visibility, "cpu"))
+        expected = attend(q, k, v, visibility.for_kernel("eager"), backend="eager")
+        torch.testing.assert_close(attend(q, k, v, visibility.for_kernel("flex")), expected, rtol=1e-5, atol=1e-5)
+        assert not bool(visibility.dense().any(-1).all())
+
+
+def test_flex_is_compiled_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(flex.flex_attention, backend=counter, dynamic=True)
+    monkeypatch.setattr(flex, "_compiled", lambda _function: compiled)
+    torch._dynamo.reset()
+    for length, anchors in ((740, 40), (512, 24), (300, 8)):
+        visibility = block_visibility(_long_batch(length, anchors), 7, 200)
+        q, k, v = (x.detach() for x in _heads(visibility, "cpu"))
+        attend(q, k, v, visibility.for_kernel("flex"))
+    assert 1 <= counter.frame_count <= 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward pass on CUDA alone")
@@ -180,17 +192,18 @@ def test_flex_gives_the_same_value_and_gradients_on_cuda(window: int | None) -> 
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
 
 
-def _long_batch() -> Batch:
-    """Return a row of two documents over several tiles, with 40 anchors."""
-    segments = torch.cat((torch.ones(1, 300), torch.full((1, 400), 2), torch.zeros(1, 40)), dim=1).long()
-    positions = torch.cat((torch.arange(300), torch.arange(400), torch.zeros(40, dtype=torch.long)))[None]
+def _long_batch(length: int = 740, anchors: int = 40) -> Batch:
+    """Return a row of two documents over several tiles, and padding behind them."""
+    first, second = 2 * length // 5, length // 2
+    padding = torch.zeros(length - first - second, dtype=torch.long)
+    segments = torch.cat((torch.ones(first).long(), torch.full((second,), 2), padding))[None]
     return Batch(
         input_ids=torch.zeros_like(segments),
         segment_ids=segments,
-        position_ids=positions,
+        position_ids=torch.cat((torch.arange(first), torch.arange(second), padding))[None],
         loss_mask=segments > 0,
-        anchor_indices=torch.linspace(5, 690, 40).long()[None],
-        anchor_mask=torch.ones(1, 40, dtype=torch.bool),
+        anchor_indices=torch.linspace(5, first + second - 9, anchors).long()[None],
+        anchor_mask=torch.ones(1, anchors, dtype=torch.bool),
     )
 
 
