@@ -30,7 +30,7 @@ from deepspec.inference.package_checks import (
 )
 from deepspec.inference.package_config import CONFIG, WEIGHTS, PackageConfig, read_config
 from deepspec.inference.profiles import SCALE, part_of
-from deepspec.nn.int8 import Int8DynamicLinear, Int8Linear, int8_kernel_pays
+from deepspec.nn.int8 import MAX_INT8, Int8DynamicLinear, Int8Linear, int8_kernel_pays
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,6 +109,8 @@ def _check_values(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise PackageError(f"{WEIGHTS}: tensor {name} holds values that are not finite")
+        if tensor.dtype == torch.int8 and bool((tensor < -MAX_INT8).any()):
+            raise PackageError(f"{WEIGHTS}: tensor {name} holds {-MAX_INT8 - 1}, outside -{MAX_INT8} .. {MAX_INT8}")
         if name.endswith(SCALE) and not bool((tensor > 0).all()):
             raise PackageError(f"{WEIGHTS}: tensor {name} holds scales that are not above 0")
 

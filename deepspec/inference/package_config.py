@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 
 from deepspec.contracts import BlockLayout, Conventions, TargetInfo
 from deepspec.errors import ConfigError, PackageError
-from deepspec.inference.profiles import PROFILES, Part, Profile, QuantisedGroup, quantisation_problems
+from deepspec.inference.profiles import (
+    FORMAT_MEANINGS,
+    PROFILES,
+    Bfloat16,
+    Part,
+    Profile,
+    QuantisedGroup,
+    quantisation_problems,
+)
 from deepspec.targets.layers import validate_layer_ids
 
 if TYPE_CHECKING:
@@ -52,31 +60,12 @@ MEANINGS = {
     "offsets: target id = draft id + d2t[draft id]; markov_w2 has a row for each draft id, and all other token ids are "
     "the target's",
     "embeddings": "embedding and head are the target's own, with its scales and soft-cap; they are not stored here",
-    "quantisation": "part by part: tensor X [o, i] is values * X_scale. int8_per_output_channel: X is int8 [o, i] in "
-    "-127 .. 127, X_scale [o, 1]. int4_per_group: X is uint8 [o, i/2], byte c of a row holds column 2c in its low half "
-    "and 2c+1 in its high half, each as value + 8 with values -8 .. 7; X_scale [o, i/group]. activations int8_per_token: "
-    "the input row of a token is rounded to round(x / s) with s = max|x| / 127, and the product is one of integers",
-    "bfloat16": "fp16 cannot hold what is named here: tensors are stored in bf16, states are the modules whose inputs or "
-    "outputs grew too large on test conversations; the drafter does not run in fp16 where anything is named",
+    **FORMAT_MEANINGS,
     "template_options": "variables that the chat template of the target was given, beside the messages, wherever the "
     "drafter was trained",
 }
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Bfloat16:
-    """What fp16 cannot hold: tensors that are stored in bf16, and modules whose states reach beyond it.
-
-    Where either names anything, the drafter does not run in fp16.
-    """
-
-    tensors: tuple[str, ...] = ()
-    states: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.tensors or self.states)
 
 
 @dataclass(frozen=True)
