@@ -1,9 +1,9 @@
 """The certificate: how much of the accepted length a package may have lost, domain by domain.
 
 A domain is what evaluation calls one. Its samples are drawn with replacement (they are the unit, for blocks of one text
-depend on each other), the same ones for both drafters, so that the interval is one of the *change*. What is held against
-the limit is the upper end of the 95 % interval of the relative loss: a bound, not an estimate. Too few samples bound
-nothing but that a round always commits its one token.
+depend on each other), the same ones for both drafters, so that the interval is one of the *change*. What is held
+against the limit is the upper end of the 95 % interval of the relative loss: a bound, not an estimate. Too few samples
+bound nothing but that a round always commits its one token.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def certificate_rows(results: Sequence[DomainResult]) -> list[tuple[str, ...]]:
             f"{result.before:.3f}",
             f"{result.after:.3f}",
             f"{result.loss.value:+.2%}",
-            f"{result.loss.low:+.2%} .. {result.loss.high:+.2%}"
-            if result.samples >= MIN_SAMPLES
-            else "too few samples",
+            _interval_cell(result),
             f"{result.mean_tv:.4f}",
             *_drift_cells(result.confidence),
         )
@@ -130,6 +128,12 @@ def _drift(rows: Sequence[SampleRows]) -> ConfidenceDrift | None:
     auc = [expected_auc(confidence[:, side], kept[:, side]) for side in (0, 1)]
     brier = [expected_brier(confidence[:, side], kept[:, side]) for side in (0, 1)]
     return ConfidenceDrift(auc[0], auc[1], brier[0], brier[1])
+
+
+def _interval_cell(result: DomainResult) -> str:
+    if result.samples < MIN_SAMPLES:
+        return "too few samples"
+    return f"{result.loss.low:+.2%} .. {result.loss.high:+.2%}"
 
 
 def _drift_cells(drift: ConfidenceDrift | None) -> tuple[str, str]:

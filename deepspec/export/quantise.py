@@ -1,8 +1,8 @@
 """Turn fp32 master weights into what a package stores: 16-bit floats, and integers of 8 or 4 bits with scales.
 
-INT8 is symmetric with one scale per output channel: ``scale = max|w| / 127`` of the row. A search for a better clipping
-point was tried and left out: on the rows of a real model and on Gaussian, Laplace and Student ones it lowers the rounding
-error of 8 bits (0.8 % of a matrix's norm) by less than one percent of itself.
+INT8 is symmetric with one scale per output channel: ``scale = max|w| / 127`` of the row. A search for a better
+clipping point was tried and left out: on the rows of a real model and on Gaussian, Laplace and Student ones it lowers
+the rounding error of 8 bits (0.8 % of a matrix's norm) by less than one percent of itself.
 
 INT4 is symmetric with one scale for each group of columns. Here a search pays, for the range -8 .. 7 is not: a group
 whose largest value is negative uses all 16 numbers with ``scale = max|w| / 8``. See ``quantise_groups``.
@@ -140,7 +140,8 @@ def pack(weights: Mapping[str, Tensor], config: PackageConfig) -> dict[str, Tens
 
     Tensors of integers stay as they are.
     """
-    groups, packed = config.groups, dict[str, Tensor]()
+    groups = config.groups
+    packed: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if not tensor.is_floating_point():
             packed[name] = tensor

@@ -63,7 +63,8 @@ def _close(trained: Tensor, restored: Tensor, name: str, config: PackageConfig) 
 def _groups_close(off: Tensor, trained: Tensor, group: QuantisedGroup) -> bool:
     """Compare the errors ``off`` [o, i] group by group with those of rounding to nearest without clipping.
 
-    The scale of a group may clip its largest values where that lowers the sum of squares; this stays below g half steps.
+    The scale of a group may clip its largest values where that lowers the sum of squares, so single values may be off
+    by more than half a step; their root mean square is not.
     """
     columns = group.group or trained.shape[1]
     step = trained.float().abs().unflatten(1, (-1, columns)).amax(-1) / MAX_INT4  # [o, i/g]

@@ -46,9 +46,9 @@ class StateWatch:
 
     def overflows(self, dtype: torch.dtype, allowed: Collection[str] = ()) -> list[str]:
         """Return a line for every state that ``dtype`` cannot hold, but for those of the modules ``allowed``."""
-        limit = torch.finfo(dtype).max
+        limit, short = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
         return [
-            f"the {side} of {name} reaches {value:.6g}, the largest {str(dtype).removeprefix('torch.')} is {limit:.6g}: "
+            f"the {side} of {name} reaches {value:.6g}, the largest {short} is {limit:.6g}: "
             "export.profile=bf16 can hold it, export.overflow=bf16 keeps the drafter out of fp16"
             for (name, side), value in self._largest.items()
             if not value <= limit and not (name in allowed and value < math.inf)

@@ -3,9 +3,10 @@
 Four comparisons on the same material. *Weights*: each comes back within half a step of its number format.
 *Distributions*: both drafters read the same test conversations and are told the same previous tokens, and the total
 variation between what they say about each slot is taken; it bounds how much the acceptance of a slot can change.
-*Certificate*: the accepted length that whole blocks promise is known to a fraction of a percent, and its loss is bounded
-domain by domain. *Accepted length*: both really decode the same prompts, greedily; a dozen prompts know it to a few
-percent only, so there the whole interval must lie beyond what is let through. A package that strays too far is refused.
+*Certificate*: the accepted length that whole blocks promise is known to a fraction of a percent, and its loss is
+bounded domain by domain. *Accepted length*: both really decode the same prompts, greedily; a dozen prompts know it to a
+few percent only, so there the whole interval must lie beyond what is let through. A package that strays too far is
+refused.
 """
 
 from __future__ import annotations

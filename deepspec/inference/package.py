@@ -125,7 +125,8 @@ def _fill(
     multiplied_out: bool,
 ) -> None:
     """Put the weights in place, quantised ones as they are where the numbers or the time ask for it, and move them."""
-    groups, state = config.groups, dict[str, Tensor]()
+    groups = config.groups
+    state: dict[str, Tensor] = {}
     for name in (n for n in tensors if n.removesuffix(SCALE) not in groups):
         state[name] = tensors[name].to(dtype) if tensors[name].is_floating_point() else tensors[name]
     for name, group in groups.items():

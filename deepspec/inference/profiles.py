@@ -41,17 +41,17 @@ PARTS: dict[Part, re.Pattern[str]] = {
     "fusion": re.compile(r"(fc|eh_proj)\.weight"),
     "markov": re.compile(r"markov_head\.markov_w[12]\.weight"),
 }
-"""The matrices that some profile quantises, by their published names; the first pattern that fits counts. ``layers`` are
-the other linears of the layers. Servers fuse q, k and v, hence one part for the three."""
+"""The matrices that some profile quantises, by their published names; the first pattern that fits counts. ``layers``
+are the other linears of the layers. Servers fuse q, k and v, hence one part for the three."""
 
 
 FORMAT_MEANINGS = {
     "quantisation": "part by part: tensor X [o, i] is values * X_scale. int8_per_output_channel: X is int8 [o, i] in "
     "-127 .. 127, X_scale [o, 1]. int4_per_group: X is uint8 [o, i/2], byte c of a row holds column 2c in its low half "
-    "and 2c+1 in its high half, each as value + 8 with values -8 .. 7; X_scale [o, i/group]. activations int8_per_token: "
-    "the input row of a token is rounded to round(x / s) with s = max|x| / 127, and the product is one of integers",
-    "bfloat16": "fp16 cannot hold what is named here: tensors are stored in bf16, states are the modules whose inputs or "
-    "outputs grew too large on test conversations; the drafter does not run in fp16 where anything is named",
+    "and 2c+1 in its high half, each as value + 8 with values -8 .. 7; X_scale [o, i/group]. activations "
+    "int8_per_token: the input row of a token is rounded to round(x / s) with s = max|x| / 127, and the product is one of integers",
+    "bfloat16": "fp16 cannot hold what is named here: tensors are stored in bf16, states are the modules whose inputs "
+    "or outputs grew too large on test conversations; the drafter does not run in fp16 where anything is named",
 }
 """What a package says of the two sections of its number formats."""
 
@@ -153,7 +153,7 @@ def part_of(name: str) -> Part | None:
 def plan(
     found: Mapping[Part, tuple[str, ...]], profile: Profile, *, qkv: QkvStorage = "int8", int4_group: Int4Group = 32
 ) -> dict[Part, QuantisedGroup]:
-    """Return how ``profile`` stores the matrices ``found`` of a drafter; with ``qkv`` 16bit all but those of q, k, v."""
+    """Return how ``profile`` stores the matrices ``found`` of a drafter, but for q, k and v where they are 16bit."""
     spec = PROFILES[profile]
     chosen = {p: s for p, s in spec.parts.items() if p in found and not (p == "qkv" and qkv == "16bit")}
     return {part: _group(scheme, spec.activations, int4_group, found[part]) for part, scheme in chosen.items()}
