@@ -46,7 +46,7 @@ def read_material(
     conversations = list(read_conversations(path))
     if not conversations:
         raise DataError(f"{path} holds no conversation: correct data.test")
-    rendered = [renderer.render(conversation) for conversation in _of_each_domain(conversations, samples)]
+    rendered = [renderer.render(conversation) for conversation in of_each_domain(conversations, samples)]
     chosen = spread(read_prompts(path, renderer), prompts)
     return Material(
         samples=[sample for sample in rendered if isinstance(sample, Sample)],
@@ -57,7 +57,7 @@ def read_material(
     )
 
 
-def _of_each_domain(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
+def of_each_domain(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
     """Return at most ``count`` conversations of each domain, domain by domain."""
     domains: dict[str, list[Conversation]] = {}
     for conversation in conversations:

@@ -49,7 +49,8 @@ FORMAT_MEANINGS = {
     "quantisation": "part by part: tensor X [o, i] is values * X_scale. int8_per_output_channel: X is int8 [o, i] in "
     "-127 .. 127, X_scale [o, 1]. int4_per_group: X is uint8 [o, i/2], byte c of a row holds column 2c in its low half "
     "and 2c+1 in its high half, each as value + 8 with values -8 .. 7; X_scale [o, i/group]. activations "
-    "int8_per_token: the input row of a token is rounded to round(x / s) with s = max|x| / 127, and the product is one of integers",
+    "int8_per_token: the input row of a token is rounded to round(x / s) with s = max|x| / 127, and the product is one "
+    "of integers",
     "bfloat16": "fp16 cannot hold what is named here: tensors are stored in bf16, states are the modules whose inputs "
     "or outputs grew too large on test conversations; the drafter does not run in fp16 where anything is named",
 }

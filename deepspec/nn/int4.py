@@ -1,8 +1,9 @@
 """Weights of 4 bits: two to a byte, one scale for each group of neighbouring columns.
 
 A weight [o, i] is stored as ``packed`` [o, i/2] uint8 and ``scale`` [o, i/g] fp16, with g columns to a group. Byte c of
-a row holds column 2c in its low half and column 2c+1 in its high half, each as value + 8 with values -8 .. 7; the weight
-is value * scale of its group. A group has an even number of columns and divides the width, so no half byte is left over.
+a row holds column 2c in its low half and column 2c+1 in its high half, each as value + 8 with values -8 .. 7; the
+weight is value * scale of its group. A group has an even number of columns and divides the width, so no half byte is
+left over.
 
 There is no product on 4 bits here: the weight is multiplied out when it is loaded.
 """
