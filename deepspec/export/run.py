@@ -76,10 +76,11 @@ def export_package(
         VerificationError: The package strays from the drafter; nothing is left under ``out``.
         PackageError: The target is not the one trained with.
     """
-    if PROFILES[profile].parts:
+    spec, formats = PROFILES[profile], formats or Formats()
+    if spec.parts:
         balance(drafter)
-    formats = formats or Formats()
-    wide = wide_states(drafter.eval(), target, material, torch.float16) if formats.overflow == "bf16" else ()
+    measured = formats.overflow == "bf16" and spec.dtype == "float16"
+    wide = wide_states(drafter.eval(), target, material, torch.float16) if measured else ()
     config, tensors = native_package(
         drafter, drafter_config, trained_with, profile, template_options, formats=formats, wide_states=wide
     )

@@ -157,9 +157,10 @@ def expected_tensors(config: PackageConfig, drafter_config: DrafterConfig) -> di
     state = drafter.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     _check_formats(config, drafter, shapes)
+    groups = config.groups
     expected: dict[str, TensorKind] = {}
     for name, shape in shapes.items():
-        group = config.groups.get(name)
+        group = groups.get(name)
         if group is None:
             floating = state[name].is_floating_point()
             expected[name] = (shape, config.dtype_of(name) if floating else type_name(state[name].dtype))

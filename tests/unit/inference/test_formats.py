@@ -12,6 +12,7 @@ import torch
 
 from deepspec.engine.warm_start import warm_start
 from deepspec.errors import PackageError
+from deepspec.export.package import native_package, staged, write_package
 from deepspec.export.quantise import Formats, quantise_rows
 from deepspec.inference.decoder import SpeculativeDecoder
 from deepspec.inference.package import load_package
@@ -156,8 +157,6 @@ def test_q_k_and_v_stay_in_16_bits_together(profile: Profile, tmp_path: Path, ta
 
 def test_a_tensor_beyond_fp16_comes_back_and_never_runs_in_fp16(tmp_path: Path, target: Target) -> None:
     drafter, config = make_drafter(target)
-    from deepspec.export.package import native_package, staged, write_package
-
     drafter.state_dict()["norm.weight"][0] = 98304.0  # 1.5 * 2^16, which bf16 holds
     with staged(tmp_path / "p") as folder:
         written = native_package(drafter, config, target.info, "fp16_int8", formats=Formats(overflow="bf16"))
