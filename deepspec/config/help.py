@@ -41,6 +41,8 @@ _OFTEN = {
   --config-dir DIR study=NAME                your own study, DIR/study/NAME.yaml""",
     "export": """Often set
   export.profile=bf16 | fp16 | fp16_int8     what the package holds
+  export.layout=universal                    a folder for vLLM and SGLang instead (docs/serving.md)
+  source=FOLDER                              bring a drafter of another project in
   export.out=FOLDER                          where it goes""",
 }
 

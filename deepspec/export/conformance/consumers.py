@@ -147,6 +147,7 @@ SGLANG = Consumer(
 )  # fmt: skip
 _LIBRARY: tuple[Rule, ...] = (
     *_EVERYWHERE, rules.taps(("aux_hidden_state_layer_ids",)), rules.speculators_proposal, rules.section_agrees,
+    rules.quantised_untried,
 )  # fmt: skip
 _LIBRARY_HEADS = (*_HEADS, parameters.MEMBERS)
 SPECULATORS = Consumer(

@@ -206,6 +206,12 @@ def not_quantised(folder: Folder) -> Iterator[Finding]:
         yield refused("quantization_config: it reads 16-bit weights only")
 
 
+def quantised_untried(folder: Folder) -> Iterator[Finding]:
+    """Warn where nobody has looked what the consumer makes of quantised weights."""
+    if scheme_of(folder) is not None:
+        yield warned("quantization_config: it was not tried with quantised weights")
+
+
 def class_targets(folder: Folder) -> Iterator[Finding]:
     """Refuse targets by name where linears have none."""
     yield from target_findings(folder)

@@ -178,7 +178,7 @@ def test_load_matrix(name: str, make: Callable[[], Folder], change: Change, vllm
         (files(sliding_window=8), ("vllm", "sglang", "speculators")),
         (files(confidence_with_markov=False), ("vllm", "sglang", "speculators")),
         (files(dtype=torch.float16, target=info(rope_parameters=LLAMA3_ROPE)), ("vllm", "sglang", "speculators")),
-        (files(quantisation="w8a8"), ("vllm", "sglang", "speculators")),
+        (files(quantisation="w8a8"), ("vllm", "sglang")),  # nobody has tried speculators with it
         (files("fill_in", quantisation="w8a16"), ("vllm", "sglang")),
         (files("fill_in", draft_vocab_size=40), ("vllm",)),
         (files(layout="speculators"), ("speculators", "vllm")),
@@ -267,6 +267,7 @@ def test_warnings_name_the_consumer() -> None:
         assert words in text
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     assert "yarn" in str(check(folder(files(target=info(rope_parameters=yarn))), "vllm").warnings)
+    assert "not tried" in str(check(folder(files(quantisation="w8a8")), "speculators").warnings)
     assert "lacks dtype" in str(check(changed(made, lambda c, k: c.pop("dtype")), "sglang").warnings)
 
 
