@@ -21,11 +21,12 @@ from deepspec.export.conformance.quantised import FLOATS, expected_kinds, is_qua
 from deepspec.nn.vocabulary import id_problems, target_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
     from deepspec.drafters.files import TensorKind
+    from deepspec.export.conformance.keys import Key
     from deepspec.export.conformance.parameters import Parameter
 
 PREFIXES = ("model.", "_orig_mod.", "draft_model.", "module.")
@@ -76,8 +77,8 @@ def _findings(folder: Folder, consumer: Consumer) -> Iterator[Finding]:
     yield from _tensor_findings(folder, consumer, algorithm)
 
 
-def _keys(folder: Folder, consumer: Consumer, algorithm: Algorithm) -> Iterable[object]:
-    """vLLM reads a folder of speculators by that format's keys."""
+def _keys(folder: Folder, consumer: Consumer, algorithm: Algorithm) -> tuple[Key, ...]:
+    """Return the keys that are read; vLLM reads a folder of speculators by that format's."""
     if folder.is_speculators and consumer.name == "vllm":
         return CONSUMERS["speculators"].algorithms[folder.algorithm].keys
     return algorithm.keys

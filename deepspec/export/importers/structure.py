@@ -127,7 +127,7 @@ def _heads(foreign: Foreign) -> dict[str, Any]:
     kind = next((kind for name, kind in KINDS.items() if name in foreign.tensors), "vanilla") if rank else "none"
     confidence = foreign.tensors.get(CONFIDENCE)
     sees = confidence is not None and confidence.shape[1] > foreign.number("hidden_size")
-    shown = {"markov_rank": rank, "enable_confidence_head": confidence is not None}
+    shown: dict[str, Any] = {"markov_rank": rank, "enable_confidence_head": confidence is not None}
     shown |= {"markov_head_type": kind} if rank else {}
     shown |= {"confidence_head_with_markov": sees} if confidence is not None else {}
     for key, value in shown.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 import deepspec
@@ -9,6 +10,7 @@ from deepspec.evaluation.markup import markdown_text
 from deepspec.export.card import Origin, table
 from deepspec.export.layouts.serving import Command, read_served, sglang, vllm
 from deepspec.export.verify import verification_rows
+from deepspec.log import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,9 +20,13 @@ if TYPE_CHECKING:
     from deepspec.export.verify import Verification
 
 VERIFY_HEAD = ("", "trained drafter", "this folder", "change")
+QUANTISED = {"none": "", "w8a8": "INT8, activations too", "w8a16": "INT8, packed"}
 FOLDER = "FOLDER"
 NOT_RUN = """No server was started for this folder. What is said about each consumer comes from tables of the names,
 shapes, types and keys that its loader reads; the commands are marked by whether they were run.
+"""
+SCRIPTS = """`launch/serve_vllm.sh FOLDER` and `launch/serve_sglang.sh FOLDER` read the commands out of the config;
+`--dry-run` prints them.
 """
 LOAD_PUBLISHED = (
     "python eval.py --target_name_or_path {target} --draft_name_or_path FOLDER --temperature 1.0 "
@@ -88,9 +94,7 @@ def _facts(source: Source, files: LayoutFiles, origin: Origin) -> str:
         "tapped layers": ", ".join(map(str, conventions.target_layer_ids))
         + " (outputs, counted from 0; other keys of the config count as their readers do)",
         "type": source.numbers.dtype_name + ", the one the target is served in",
-        "linears of the layers": {"none": "", "w8a8": "INT8, activations too", "w8a16": "INT8, packed"}[
-            source.numbers.quantisation
-        ],
+        "linears of the layers": QUANTISED[source.numbers.quantisation],
         "embedding and head": "copies of the target's are in the folder" if source.include_embeddings else "",
         "confidence": f"log-odds divided by {folded:g}; do not calibrate again" if folded != 1.0 else "",
         "more files": ", ".join(files.extras),
@@ -101,7 +105,8 @@ def _facts(source: Source, files: LayoutFiles, origin: Origin) -> str:
 
 def _commands(source: Source, files: LayoutFiles, reports: Sequence[Report]) -> list[str]:
     """Return a block for each consumer that can load the folder."""
-    target, able = source.verifier or source.target.name, {r.consumer.name for r in reports if r.conforms}
+    target = " ".join(printable(source.verifier or source.target.name).split())
+    able = {report.consumer.name for report in reports if report.conforms}
     found = []
     if able & {"vllm", "sglang"}:
         served = read_served(files.config)
@@ -109,19 +114,16 @@ def _commands(source: Source, files: LayoutFiles, reports: Sequence[Report]) -> 
             found.append(_block("vLLM", vllm(FOLDER, served, target, [])))
         if "sglang" in able and not served.speculators:
             found.append(_block("SGLang", sglang(FOLDER, served, target, [], files=frozenset(files.extras))))
+        found.append(SCRIPTS)
     if "speculators" in able:
         found.append(
             "speculators (not run):\n\n    from speculators import SpeculatorModel\n"
             "    model = SpeculatorModel.from_pretrained(FOLDER)\n"
         )
     if "published_eval" in able:
-        command = LOAD_PUBLISHED.format(target=target)
+        command = LOAD_PUBLISHED.format(target=shlex.quote(target))
         found.append(f"The published evaluation code (not run):\n\n    {command}\n")
-    found.append(
-        "`launch/serve_vllm.sh FOLDER` and `launch/serve_sglang.sh FOLDER` read these commands out of the config; "
-        "`--dry-run` prints them.\n"
-    )
-    return found
+    return found or ["No server that was verified reads this layout (docs/serving.md).\n"]
 
 
 def _block(title: str, command: Command) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deepspec.drafters.files import type_name
@@ -89,7 +90,7 @@ def finish(
     layout: str,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    linears: Collection[str],
+    quantised: Collection[str],
     ignore: Collection[str],
 ) -> LayoutFiles:
     """Cast and quantise the tensors and add the keys that say so.
@@ -99,13 +100,13 @@ def finish(
         layout: Its name.
         config: The keys that the consumers read.
         tensors: fp32 tensors under the consumers' names.
-        linears: Names of the weights that ``numbers.quantisation`` quantises.
+        quantised: Names of the weights that ``numbers.quantisation`` quantises.
         ignore: Patterns of the modules that stay as they are.
     """
     numbers = source.numbers
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name in linears and numbers.quantisation != "none":
+        if name in quantised and numbers.quantisation != "none":
             require_finite(name, tensor)
             made |= compress(name, tensor, numbers.quantisation, numbers.dtype)
         else:
@@ -138,6 +139,15 @@ def weights(source: Source) -> dict[str, Tensor]:
         if name in found and source.temperature != 1.0:
             found[name] = found[name] / source.temperature
     return found
+
+
+def linears(drafter: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights of the linears inside the decoder layers."""
+    return tuple(
+        f"{name}.weight"
+        for name, module in drafter.named_modules()
+        if name.startswith("layers.") and isinstance(module, nn.Linear)
+    )
 
 
 def shared_tensors(source: Source, *, head_always: bool = False) -> dict[str, Tensor]:

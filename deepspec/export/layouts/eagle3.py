@@ -15,12 +15,12 @@ from deepspec.export.layouts.common import (
     backbone,
     finish,
     in_draft,
+    linears,
     require,
     require_plain_target,
     shared_tensors,
     weights,
 )
-from deepspec.export.quantise import layer_linears
 from deepspec.targets.layers import to_sglang, to_vllm
 
 NAME = "eagle3"
@@ -57,9 +57,9 @@ def eagle3(source: Source) -> LayoutFiles:
     tensors |= shared_tensors(source, head_always=True)
     if D2T in tensors:
         tensors[T2D] = in_draft(tensors[D2T], target.vocab_size)
-    linears = {name.replace(OURS, THEIRS, 1) for name in layer_linears(source.drafter)}
+    quantised = {name.replace(OURS, THEIRS, 1) for name in linears(source.drafter)}
     config = {**backbone(source), **eagle3_keys(source)}
-    return finish(source, NAME, config, tensors, linears, ("fc$",))
+    return finish(source, NAME, config, tensors, quantised, ("fc$",))
 
 
 def eagle3_keys(source: Source) -> dict[str, object]:

@@ -10,10 +10,11 @@ from deepspec.export.card import Origin
 from deepspec.export.importers.load import import_drafter
 from deepspec.export.layouts.activations import quantise_activations
 from deepspec.export.layouts.card import card_text, report_text
+from deepspec.export.layouts.common import linears
 from deepspec.export.layouts.registry import chosen_consumers, make_files
 from deepspec.export.layouts.write import conformance, require_conformance, write_checksums, write_files
 from deepspec.export.package import staged
-from deepspec.export.quantise import balance, layer_linears
+from deepspec.export.quantise import balance
 from deepspec.export.run import Exported, ExportTarget
 from deepspec.export.verify import Verification, refuse
 from deepspec.inference.package_config import CARD
@@ -79,5 +80,5 @@ def read_back(folder: Path, target: ExportTarget, source: Source) -> Drafter:
     """Return the drafter that a server would make of the folder."""
     drafter = import_drafter(folder, target).drafter
     if source.numbers.quantisation == "w8a8":
-        quantise_activations(drafter, layer_linears(drafter))
+        quantise_activations(drafter, linears(drafter))
     return drafter

@@ -17,13 +17,13 @@ from deepspec.export.layouts.common import (
     backbone,
     finish,
     in_draft,
+    linears,
     require,
     require_plain_target,
     shared_tensors,
     weights,
 )
 from deepspec.export.layouts.heads import NOT_QUANTISED, dspark_tensors, head_keys
-from deepspec.export.quantise import layer_linears
 from deepspec.targets.layers import to_speculators
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def speculators(source: Source) -> LayoutFiles:
         "architectures": [CLASSES[kind_of(source)]],
         "tie_word_embeddings": False,
     }
-    return finish(source, NAME, config, tensors, layer_linears(source.drafter), NOT_QUANTISED)
+    return finish(source, NAME, config, tensors, linears(source.drafter), NOT_QUANTISED)
 
 
 def kind_of(source: Source) -> str:

@@ -16,13 +16,13 @@ from deepspec.export.layouts.common import (
     backbone,
     finish,
     in_draft,
+    linears,
     require,
     require_plain_target,
     shared_tensors,
 )
 from deepspec.export.layouts.heads import NOT_QUANTISED, dspark_tensors, head_keys
 from deepspec.export.layouts.speculators import speculators_block
-from deepspec.export.quantise import layer_linears
 from deepspec.targets.layers import to_speculators, to_vllm
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def universal(source: Source) -> LayoutFiles:
     if D2T in tensors:
         tensors[T2D] = in_draft(tensors[D2T], source.target.vocab_size)
     config = {**backbone(source), **dspark_keys(source, tensors), **speculators_block(source, head_keys(tensors))}
-    return finish(source, NAME, config, tensors, layer_linears(source.drafter), NOT_QUANTISED)
+    return finish(source, NAME, config, tensors, linears(source.drafter), NOT_QUANTISED)
 
 
 def dspark_keys(source: Source, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from deepspec.export.layouts.common import (
     Source,
     backbone,
     finish,
+    linears,
     require,
     require_plain_target,
     shared_tensors,
     weights,
 )
-from deepspec.export.quantise import layer_linears
 from deepspec.targets.layers import to_project
 
 NAME = "zlab_dflash"
@@ -54,4 +54,4 @@ def zlab_dflash(source: Source) -> LayoutFiles:
         },
     }
     tensors = {**weights(source), **shared_tensors(source)}
-    return finish(source, NAME, config, tensors, layer_linears(source.drafter), ("fc$",))
+    return finish(source, NAME, config, tensors, linears(source.drafter), ("fc$",))

@@ -70,7 +70,7 @@ def test_rope_reads_the_same_in_old_and_new_transformers(rope: dict[str, Any]) -
     old = {k: v for k, v in config.items() if k != "rope_parameters"}
     for values in (config, new, old):
         read = Qwen3Config(**{k: v for k, v in values.items() if k != "model_type"}).rope_parameters
-        assert {k: v for k, v in read.items() if v is not None} == rope
+        assert {k: v for k, v in (read or {}).items() if v is not None} == rope
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

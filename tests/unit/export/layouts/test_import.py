@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from deepspec.contracts import TargetInfo
 from deepspec.drafters.dflash.config import DFlashConfig
 from deepspec.drafters.dspark.config import DSparkConfig
+from deepspec.drafters.eagle3.config import Eagle3Config
 from deepspec.drafters.files import load_drafter, read_description, save_drafter
 from deepspec.errors import PackageError
 from deepspec.export.importers.load import import_drafter
@@ -209,7 +210,7 @@ def test_a_published_eagle3_has_head_norms_and_our_names(tmp_path: Path) -> None
 
     edit(folder, change)
     back = import_drafter(folder, target_of(given))
-    assert (back.project, back.config) == ("published_eagle3", replace(given.config, qk_norm=True, ttt_length=5))
+    assert (back.project, back.config) == ("published_eagle3", Eagle3Config(qk_norm=True, ttt_length=5))
 
 
 def test_rope_of_old_transformers_is_read(tmp_path: Path) -> None:
@@ -254,6 +255,8 @@ CONFIG_FAULTS: list[tuple[str, str, Callable[[Config], object], str]] = [
     ("dspark", "speculators", lambda c: c.update(sample_from_anchor=False), "a DSpark here is anchor-first"),
     ("dspark", "speculators", lambda c: c.pop("aux_hidden_state_layer_ids"), "cannot be guessed"),
     ("fill_in", "zlab_dflash", lambda c: c["dflash_config"].update(projector_type="domino"), "projector_type='domino'"),
+    ("fill_in", "zlab_dflash", nested(target_layer_ids=[2, 3, 5]), "5 is the last of the target's 6 layers"),
+    ("fill_in", "zlab_dflash", nested(target_layer_ids=[3, 2]), "ids must rise strictly"),
     ("fill_in", "zlab_dflash", lambda c: c.update(sample_from_anchor=True), "contradicts"),
     ("eagle3", "eagle3", lambda c: c.update(norm_before_residual=True), "norm_before_residual=True"),
     ("eagle3", "eagle3", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), r"layers \[0, 1, 3\]"),
