@@ -42,20 +42,17 @@ def main() -> None:
     drafter.bind(target.head)
     texts = torch.randint(4, 96, (40, 30), generator=torch.Generator().manual_seed(2)).tolist()
     samples = [Sample(str(n), tuple(ids), (False,) * 5 + (True,) * 25) for n, ids in enumerate(texts[:4])]
+    prompts = [Prompt(str(n), "random", ids[:9]) for n, ids in enumerate(texts)]
     export_package(
         drafter,
         config,
         target.info,
         target,
         PACKAGE,
-        Material(
-            [Sample(str(n), tuple(ids), (False,) * 5 + (True,) * 25) for n, ids in enumerate(texts[:4])], texts[:2]
-        ),
+        Material(samples, texts[:2]),
         profile="fp16_int8",
         template_options={"quick": True},
-        calibration=CalibrationMaterial(
-            [Prompt(str(n), "random", ids[:9]) for n, ids in enumerate(texts)], "validation", 16
-        ),
+        calibration=CalibrationMaterial(prompts, "validation", 16),
         include_embeddings=True,
         max_length_change=1.0,
         origin=Origin("none", "random", 0, "target"),
