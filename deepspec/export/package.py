@@ -31,9 +31,7 @@ from deepspec.inference.package_config import (
     CONFIG,
     FORMAT,
     HEADER_KEYS,
-    INDEX,
     SELFCHECK,
-    WEIGHTS,
     PackageConfig,
     StoredEmbeddings,
     make_config,
@@ -157,9 +155,9 @@ def write_package(
     """
     config = replace(
         config,
-        weights=INDEX if len(split(tensors, shard_bytes)) > 1 else WEIGHTS,
-        calibration=None if calibration is None else CALIBRATION,
-        selfcheck=None if selfcheck is None else SELFCHECK,
+        weights="model.safetensors.index.json" if len(split(tensors, shard_bytes)) > 1 else "model.safetensors",
+        calibration=None if calibration is None else "calibration.json",
+        selfcheck=None if selfcheck is None else "selfcheck.json",
     )
     files = {CONFIG: config, CALIBRATION: calibration, SELFCHECK: selfcheck}
     plain = {name: to_json(value) for name, value in files.items() if value is not None}

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
+MAX_SHARDS = 9999
+
 
 @dataclass(frozen=True)
 class IndexMetadata:
@@ -127,11 +129,15 @@ def _shards(folder: Path, index: Index) -> tuple[str, ...]:
                 f"{INDEX}: weight_map.{tensor}={name!r} is not a name like model-00001-of-00002.safetensors"
             )
         check_inside(folder, name, INDEX)
-    names = sorted(set(map(str, index.weight_map.values())))
-    wanted = [f"model-{n + 1:05d}-of-{len(names):05d}.safetensors" for n in range(len(names))]
-    if names != wanted or not names:
-        raise PackageError(f"{INDEX}: weight_map names the files {names}, which are not all of {wanted}")
-    return tuple(names)
+    named = sorted(set(map(str, index.weight_map.values())))
+    count = int(named[-1].removesuffix(".safetensors").rpartition("-")[2]) if named else 0
+    if count > MAX_SHARDS:
+        raise PackageError(f"{INDEX}: weight_map names one of {count} files; a package has {MAX_SHARDS} at most")
+    wanted = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+    strange = [name for name in named if name not in wanted]
+    if strange or not wanted:
+        raise PackageError(f"{INDEX}: weight_map names {', '.join(strange) or 'no file'}, not one of {count} files")
+    return tuple(wanted)
 
 
 def _bytes(kind: TensorKind) -> int:

@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspec.export.verify import (
-    MEAN_TV_LIMIT,
-    Distributions,
-    Lengths,
-    Material,
-    Verification,
-    compare_distributions,
-    compare_lengths,
-)
+from deepspec.export.certificate import certificate_problems, certify
+from deepspec.export.compare import compare_lengths, read_samples, summarise
+from deepspec.export.verify import MEAN_TV_LIMIT, Verification
 
 if TYPE_CHECKING:
     from deepspec.drafters.base import Drafter
+    from deepspec.export.compare import Distributions, Lengths
     from deepspec.export.layouts.common import Numbers
-    from deepspec.export.quantise import Profile
+    from deepspec.export.verify import Material
     from deepspec.inference.decoder import DecodingTarget
+    from deepspec.inference.profiles import Profile
 
 
 @torch.inference_mode()
@@ -37,10 +33,11 @@ def compare(
 ) -> Verification:
     """Decode with both drafters and compare what they say about the same slots; problems are in the result."""
     lengths, texts = compare_lengths(before, after, target, material) if material.prompts else (None, [])
-    found = compare_distributions(before, after, target, material.samples or texts)
-    profile = _profile(numbers)
+    rows = read_samples(before, after, target, material.samples or texts)
+    found, domains, profile = summarise(rows), certify(rows), _profile(numbers)
     problems = _problems(found, lengths, MEAN_TV_LIMIT[profile], max_length_change)
-    return Verification(profile, found, lengths, problems=tuple(problems))
+    problems += certificate_problems(domains, max_length_change)
+    return Verification(profile, found, lengths, domains, problems=tuple(problems))
 
 
 def _profile(numbers: Numbers) -> Profile:
@@ -56,12 +53,6 @@ def _problems(found: Distributions, lengths: Lengths | None, tv_limit: float, li
         problems.append(
             f"its distributions differ from the trained drafter's by a total variation of {found.mean_tv:.4f} on "
             f"average; rounding explains {tv_limit} at most"
-        )
-    promised = 1 - found.expected_after / found.expected_before
-    if promised > limit:
-        problems.append(
-            f"the accepted length that it promises at temperature 1 falls by {promised:.2%}; "
-            f"export.max_length_change={limit} lets {limit:.2%} through"
         )
     if lengths is not None and lengths.loss.low > limit:
         problems.append(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from deepspec.errors import UserError
-from deepspec.evaluation.acceptance import Prompt
+from deepspec.evaluation.acceptance import Decoded, Prompt
 from deepspec.evaluation.calibration import (
     GRID,
     ConfidenceRounds,
@@ -134,19 +136,18 @@ def test_what_a_round_shows(item: Round, kept: str, judged: str) -> None:
     assert found.logits[0].tolist() == [0.5] * item.drafted + [0.0] * (4 - item.drafted)
 
 
+def listened(
+    target: Any, drafter: Any, prompts: list[list[int]], settings: Callable[[int], SamplerSettings]
+) -> tuple[list[Decoded], ConfidenceRounds]:
+    """Decode with toys in place of a target and a drafter; token 7 ends a text."""
+    return decode_listening(target, drafter, [Prompt(str(n), "", p) for n, p in enumerate(prompts)], 9, settings, {7})
+
+
 def test_rounds_are_listened_to_as_they_are_decoded() -> None:
     torch.manual_seed(0)
     target, odds = ToyTarget(torch.randn(8, 8)), torch.linspace(0.1, 0.9, 8)
     drafter = ToyDrafter(torch.randn(8, 8), 3, confidence=odds)
-    prompts = [Prompt(str(n), "toy", [n]) for n in range(4)]
-    decoded, rounds = decode_listening(
-        target,
-        drafter,
-        prompts,
-        9,
-        lambda index: SamplerSettings(1.0, index),
-        stop_ids={7},  # type: ignore[arg-type]
-    )
+    decoded, rounds = listened(target, drafter, [[n] for n in range(4)], lambda index: SamplerSettings(1.0, index))
     said = [r for item in decoded for r in item.generation.rounds if r.drafted]
     assert len(rounds.logits) == len(said) > 4
     assert rounds.kept.sum(dim=1).tolist() == [r.accepted for r in said]
@@ -155,13 +156,5 @@ def test_rounds_are_listened_to_as_they_are_decoded() -> None:
 
 
 def test_a_drafter_without_a_confidence_head_is_refused() -> None:
-    drafter = ToyDrafter(torch.zeros(8, 8))
     with pytest.raises(UserError, match=r"export\.calibration_prompts=0"):
-        decode_listening(
-            ToyTarget(torch.zeros(8, 8)),
-            drafter,
-            [Prompt("a", "", [0])],
-            5,
-            lambda _: SamplerSettings(),
-            (),  # type: ignore[arg-type]
-        )
+        listened(ToyTarget(torch.zeros(8, 8)), ToyDrafter(torch.zeros(8, 8)), [[0]], lambda _: SamplerSettings())
