@@ -3,11 +3,11 @@
     python -m tests.bench.loss                        # 2 .. 3,584 rows of a vocabulary of 151,936
     python -m tests.bench.loss --quick                # a tiny size, in this process: does the code still run
 
-Each run, value and gradient, the Markov matrix included, has a process of its own, after one with few rows that warms up.
-Memory is the peak above what the process held once inputs and head were loaded. All kinds run once before any runs again,
-and a ratio is the median over these turns. A figure
-behind ``~`` was not measured, because it does not fit the memory or one run would take longer than ``--limit``: it lies
-on the line through the two largest sizes that were. The accuracy of the gradients (``tests.bench.accuracy``) follows.
+Each run, value and gradient, the Markov matrix included, has a process of its own that few rows have warmed up.
+Memory is the peak above what the process held once inputs and head were loaded. All kinds run once before any runs
+again, and a ratio is the median over these turns. A figure behind ``~`` was not measured, because it does not fit the
+memory or one run would take longer than ``--limit``: it lies on the line through the two largest sizes that were. The
+accuracy of the gradients (``tests.bench.accuracy``) follows.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Line(NamedTuple):
 
 
 def figures(arguments: Any, names: Sequence[str], rows: int, found: dict[str, dict[int, Figure]]) -> dict[str, Figure]:
-    """Measure all kinds at one size turn by turn, or guess them from smaller ones; without those that can be neither."""
+    """Measure all kinds at one size, turn by turn, or guess them from smaller ones; leave out what can be neither."""
     lines = {name: Line.of(found[name]) for name in names}
     guesses = {name: line.at(rows, found[name]) for name, line in lines.items() if line is not None}
     runs: dict[str, list[Figure]] = {}
