@@ -40,7 +40,8 @@ _OFTEN = {
   study.variants.NAME.seeds=[0,1,2]          more seeds of a variant; ~study.variants.NAME leaves one out
   --config-dir DIR study=NAME                your own study, DIR/study/NAME.yaml""",
     "export": """Often set
-  export.profile=bf16 | fp16 | fp16_int8     what the package holds
+  export.profile=bf16 | fp16 | fp16_int8 | fp16_int8_full | int8_dynamic | int4_mlp
+                                             what the package holds (docs/quantisation.md)
   export.out=FOLDER                          where it goes""",
 }
 

@@ -67,7 +67,8 @@ _AT_LEAST_ONE = (
     "engine.initial_loss_scale",
     "train.epochs", "train.max_steps", "train.log_every", "train.validate_every", "train.save_every", "train.keep",
     "train.max_bad_steps", "evaluate.limit", "evaluate.max_new_tokens", "evaluate.gamma", "evaluate.threads",
-    "evaluate.bootstrap", "evaluate.timing_new_tokens", "plan.ranks", "plan.samples", "plan.tokens_per_sample",
+    "evaluate.bootstrap", "evaluate.timing_new_tokens", "export.verify_samples", "plan.ranks", "plan.samples",
+    "plan.tokens_per_sample",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "seed", "data.seed", "show", "target.mask_token_id", "generate.temperature", "generate.seed", "optim.lr",

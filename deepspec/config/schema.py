@@ -188,12 +188,27 @@ class EvaluateConfig:
 class ExportConfig:
     """The inference package (group ``export``)."""
 
-    profile: Literal["bf16", "fp16", "fp16_int8"] = key(
-        "bf16, fp16, or fp16_int8: INT8 per output channel for the layers' linears, FP16 for the rest", "fp16_int8"
+    profile: Literal["bf16", "fp16", "fp16_int8", "fp16_int8_full", "int8_dynamic", "int4_mlp"] = key(
+        "Number formats (docs/quantisation.md). fp16_int8: INT8 per output channel for the layers' linears, FP16 for "
+        "the rest; fp16_int8_full: fusion and Markov matrices too; int8_dynamic: activations too, token by token; "
+        "int4_mlp: 4 bits for the MLPs",
+        "fp16_int8",
+    )
+    qkv: Literal["int8", "16bit"] = key("Where layers are quantised, how q, k and v are stored: all alike", "int8")
+    int4_group: Literal[32, 128] = key("Columns that share a scale in 4 bits; it must divide the MLPs' widths", 32)
+    overflow: Literal["refuse", "bf16"] = key(
+        "What fp16 cannot hold: refuse names it and writes nothing; bf16 keeps such tensors in bf16, and a drafter "
+        "with such states out of fp16",
+        "refuse",
     )
     out: str | None = key("Folder of the package; null is package-<profile> in the run folder", None)
     verify_prompts: int = key("Test prompts decoded before and after, 0 skips it", 12)
-    max_length_change: float = key("Largest relative loss of accepted length that is let through", 0.01)
+    verify_samples: int = key("Test conversations compared in each domain", 20)
+    max_length_change: float = key(
+        "Largest relative loss of accepted length that is let through: what the upper end of its 95 % interval must "
+        "not exceed on any domain",
+        0.01,
+    )
     force: bool = key("Write the package although it lost more; the card says so", False)
 
 

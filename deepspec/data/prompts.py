@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from deepspec.data.chat import ChatRenderer
 
 
+def domain_of(source: str) -> str:
+    """Return the domain of a conversation or sample: its source up to the first ``/``, ``other`` without one."""
+    return source.partition("/")[0] or "other"
+
+
 def read_prompts(path: str | Path, renderer: ChatRenderer, limit: int | None = None) -> list[Prompt]:
     """Return the prompts of ``path``, domain by domain.
-
-    A domain is the conversation's source up to the first ``/``.
 
     Args:
         path: a conversation file; answers in it are left aside.
@@ -25,7 +28,7 @@ def read_prompts(path: str | Path, renderer: ChatRenderer, limit: int | None = N
     """
     domains: dict[str, list[Prompt]] = {}
     for conversation in read_conversations(path):
-        domain = conversation.source.partition("/")[0] or "other"
+        domain = domain_of(conversation.source)
         chosen = domains.setdefault(domain, [])
         if limit is None or len(chosen) < limit:
             ids = renderer.prompt_ids(without_answer(conversation).messages)

@@ -35,7 +35,7 @@ def warm_start(drafter: Drafter, source: str, target: BindableTarget) -> list[st
     """
     folder = Path(source)
     if is_package(folder):
-        other = load_package(folder, target, dtype=torch.float32)
+        other = load_package(folder, target, dtype=torch.float32, multiplied_out=True)
     else:
         folder = newest_drafter(folder)
         other = load_checkpoint(folder, target)

@@ -4,7 +4,8 @@
     python -m deepspec.export run=runs/quickstart export.profile=bf16 export.out=packages/mine
 
 The newest checkpoint of the run is written, reloaded from disk, and compared with the trained drafter: its
-distributions on test conversations, and its accepted length on decoded prompts. A package that strays is not written.
+distributions on test conversations, domain by domain, and its accepted length on decoded prompts. A package that strays
+is not written (docs/quantisation.md).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main(cfg: ExportCommand) -> None:
     from deepspec.errors import ConfigError
     from deepspec.export.card import Origin
     from deepspec.export.material import read_material
+    from deepspec.export.quantise import Formats
     from deepspec.export.run import export_package
     from deepspec.inference.accelerate import accelerate
     from deepspec.inference.checkpoint import load_checkpoint
@@ -52,6 +54,7 @@ def main(cfg: ExportCommand) -> None:
         run.data.test,
         renderer,
         prompts=settings.verify_prompts,
+        samples=settings.verify_samples,
         max_new_tokens=run.evaluate.max_new_tokens,
         stop_ids=renderer.eos_token_ids,
     )
@@ -63,6 +66,7 @@ def main(cfg: ExportCommand) -> None:
         out,
         material,
         profile=settings.profile,
+        formats=Formats(settings.qkv, settings.int4_group, settings.overflow),
         template_options=run.target.template_options,
         max_length_change=settings.max_length_change,
         force=settings.force,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import deepspec
 from deepspec.evaluation.markup import markdown_text
-from deepspec.export.sizes import size_rows
+from deepspec.export.certificate import CERTIFICATE_HEAD, certificate_rows
+from deepspec.export.sizes import SIZE_HEAD, size_rows
 from deepspec.export.verify import verification_rows
 from deepspec.log import printable
 
@@ -19,11 +20,16 @@ if TYPE_CHECKING:
     from deepspec.export.sizes import PartSize
     from deepspec.export.verify import Verification
     from deepspec.inference.package_config import PackageConfig
+    from deepspec.inference.profiles import QuantisedGroup
 
-SIZE_HEAD = ("part", "parameters", "16-bit", "package", "saved")
 VERIFICATION_NOTE = """Both drafters, the trained one in fp32 and this package as reloaded from disk, drafted for
 the same target, prompts and tokens. The accepted length is pooled over rounds; rounds cut by the end of the text are
 left out. The total variation between the two drafters' distributions bounds the change of a slot's acceptance.
+"""
+CERTIFICATE_NOTE = """The accepted length that whole blocks promise at temperature 1 along test conversations, for
+both drafters on the same blocks; the interval is that of the change, samples drawn with replacement. A package is
+refused where its upper end exceeds `export.max_length_change` on any domain. AUC and Brier score of the confidence head
+are against the acceptance of its own drafter, first the trained one's, then the package's.
 """
 REDUCED_NOTE = """
 The draft vocabulary is reduced: the drafter proposes only the tokens that the tensor `d2t` names (target id =
@@ -58,8 +64,12 @@ def card_text(
         _facts(config, origin),
         "## Against the trained drafter\n",
         table(VERIFY_HEAD, verification_rows(verification)),
+        VERIFICATION_NOTE,
+        "## Certificate\n",
+        table(CERTIFICATE_HEAD, _certificate_rows(verification)),
+        CERTIFICATE_NOTE,
     ]
-    parts += [VERIFICATION_NOTE, "## Size\n", table(SIZE_HEAD, _size_rows(config, sizes)), _usage(config, origin)]
+    parts += ["## Size\n", table(SIZE_HEAD, _size_rows(config, sizes)), _usage(config, origin)]
     return "\n".join(parts)
 
 
@@ -75,8 +85,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def report_text(config: PackageConfig, verification: Verification, sizes: Sequence[PartSize]) -> str:
-    """Return the two tables for the terminal."""
-    return table(VERIFY_HEAD, verification_rows(verification)) + "\n" + table(SIZE_HEAD, _size_rows(config, sizes))
+    """Return the tables for the terminal."""
+    tables = (
+        (VERIFY_HEAD, verification_rows(verification)),
+        (CERTIFICATE_HEAD, _certificate_rows(verification)),
+        (SIZE_HEAD, _size_rows(config, sizes)),
+    )
+    return "\n".join(table(head, rows) for head, rows in tables)
+
+
+def _certificate_rows(verification: Verification) -> list[tuple[str, ...]]:
+    """Return the certificate's rows; a domain's name comes from the data."""
+    return [(markdown_text(domain), *rest) for domain, *rest in certificate_rows(verification.domains)]
 
 
 def _facts(config: PackageConfig, origin: Origin) -> str:
@@ -96,9 +116,25 @@ def _facts(config: PackageConfig, origin: Origin) -> str:
         else "",
         "sliding window": window,
         "draft vocabulary": f"{config.draft_vocab_size} of {config.vocab_size} tokens" if _is_reduced(config) else "",
+        "number formats": _formats(config),
+        "kept in bf16": markdown_text(", ".join(config.bfloat16.tensors)),
+        "states beyond fp16": markdown_text(", ".join(config.bfloat16.states)),
         "DeepSpec": deepspec.__version__,
     }
     return _bullets([f"{key}: {value}" for key, value in facts.items() if value])
+
+
+def _formats(config: PackageConfig) -> str:
+    """Say how each part is stored."""
+    return "; ".join(
+        [f"{part}: {_scheme(group)}" for part, group in config.quantisation.items()] + [f"all else: {config.dtype}"]
+    )
+
+
+def _scheme(group: QuantisedGroup) -> str:
+    columns = "" if group.group is None else f" of {group.group} columns"
+    rounded = ", activations rounded to INT8 token by token" if group.activations == "int8_per_token" else ""
+    return f"{markdown_text(group.scheme)}{columns}{rounded}"
 
 
 def _size_rows(config: PackageConfig, sizes: Sequence[PartSize]) -> list[tuple[str, ...]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from deepspec.contracts import Sample
 from deepspec.data.conversations import read_conversations
-from deepspec.data.prompts import read_prompts
+from deepspec.data.prompts import domain_of, read_prompts
 from deepspec.errors import DataError
 from deepspec.export.verify import Material
 
@@ -14,22 +14,29 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from pathlib import Path
 
+    from deepspec.contracts import Conversation
     from deepspec.data.chat import ChatRenderer
 
 T = TypeVar("T")
-MIN_SAMPLES = 12
 MAX_NEW_TOKENS = 64
 
 
 def read_material(
-    path: str | Path, renderer: ChatRenderer, *, prompts: int, max_new_tokens: int, stop_ids: Collection[int] = ()
+    path: str | Path,
+    renderer: ChatRenderer,
+    *,
+    prompts: int,
+    samples: int,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
 ) -> Material:
-    """Take ``prompts`` prompts and twice as many samples, evenly spread over a conversation file.
+    """Take prompts and samples out of a conversation file, evenly spread.
 
     Args:
         path: The file (``data.test``).
         renderer: The target's chat template.
         prompts: How many prompts are decoded.
+        samples: How many conversations of each domain are compared.
         max_new_tokens: Longest decoded text; no more than is needed for the comparison.
         stop_ids: Tokens that end a text.
 
@@ -39,13 +46,23 @@ def read_material(
     conversations = list(read_conversations(path))
     if not conversations:
         raise DataError(f"{path} holds no conversation: correct data.test")
-    rendered = [renderer.render(conversation) for conversation in spread(conversations, max(MIN_SAMPLES, 2 * prompts))]
+    rendered = [renderer.render(conversation) for conversation in of_each_domain(conversations, samples)]
+    chosen = spread(read_prompts(path, renderer), prompts)
     return Material(
         samples=[sample for sample in rendered if isinstance(sample, Sample)],
-        prompts=[prompt.ids for prompt in spread(read_prompts(path, renderer), prompts)],
+        prompts=[prompt.ids for prompt in chosen],
         stop_ids=frozenset(stop_ids),
         max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS),
+        prompt_domains=[prompt.domain for prompt in chosen],
     )
+
+
+def of_each_domain(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
+    """Return at most ``count`` conversations of each domain, domain by domain."""
+    domains: dict[str, list[Conversation]] = {}
+    for conversation in conversations:
+        domains.setdefault(domain_of(conversation.source), []).append(conversation)
+    return [conversation for group in domains.values() for conversation in spread(group, count)]
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from deepspec.drafters.files import tensor_kinds, tensor_problems
 from deepspec.drafters.registry import drafter_to_dict
 from deepspec.errors import ConfigError, PackageError
-from deepspec.export.quantise import Profile, layer_linears, pack
+from deepspec.export.quantise import Formats, pack, wide_tensors
 from deepspec.inference.package_checks import expected_tensors, file_digest
 from deepspec.inference.package_config import (
     CARD,
@@ -31,6 +31,7 @@ from deepspec.inference.package_config import (
     make_config,
     to_json,
 )
+from deepspec.inference.profiles import PROFILES, Bfloat16, matrices, plan, width_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from deepspec.contracts import TargetInfo
     from deepspec.drafters.base import Drafter, DrafterConfig
+    from deepspec.inference.profiles import Profile, Quantisation
 
 
 def native_package(
@@ -47,28 +49,64 @@ def native_package(
     target: TargetInfo,
     profile: Profile,
     template_options: Mapping[str, object] | None = None,
+    *,
+    formats: Formats | None = None,
+    wide_states: tuple[str, ...] = (),
 ) -> tuple[PackageConfig, dict[str, Tensor]]:
     """Return config and tensors of the native layout for a trained fp32 drafter.
 
+    Args:
+        drafter: The trained drafter.
+        drafter_config: Its configuration.
+        target: The target that it was trained with.
+        profile: Number formats.
+        template_options: Variables of the chat template that the drafter was trained with.
+        formats: What bends the profile.
+        wide_states: Modules whose states fp16 cannot hold, which the package then says.
+
     Raises:
+        ConfigError: The groups of 4-bit weights do not divide a width.
         DeepSpecError: A weight is not finite or overflows the 16-bit type.
         PackageError: The drafter's tensors do not fit its own configuration.
     """
+    formats = formats or Formats()
     weights = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
-    int8 = layer_linears(drafter) if profile == "fp16_int8" else ()
+    quantisation = plan(matrices(drafter), profile, qkv=formats.qkv, int4_group=formats.int4_group)
+    _check_groups(quantisation, weights)
     config = make_config(
         profile=profile,
         conventions=drafter.conventions,
         target=target,
         drafter=drafter_to_dict(drafter_config),
         template_options=template_options,
-        quantised=int8,
+        quantisation=quantisation,
+        bfloat16=_bfloat16(weights, quantisation, profile, formats, wide_states),
     )
-    tensors = pack(weights, profile, int8)
+    tensors = pack(weights, config)
     problems = tensor_problems(expected_tensors(config, drafter_config), tensor_kinds(tensors))
     if problems:
         raise PackageError("the drafter does not fit its own configuration:\n" + "\n".join(problems))
     return config, tensors
+
+
+def _check_groups(quantisation: Quantisation, weights: Mapping[str, Tensor]) -> None:
+    problems = width_problems(quantisation, {name: tuple(t.shape) for name, t in weights.items()})
+    if problems:
+        raise ConfigError("; ".join(problems) + ": set export.int4_group=32, or another export.profile")
+
+
+def _bfloat16(
+    weights: Mapping[str, Tensor],
+    quantisation: Quantisation,
+    profile: Profile,
+    formats: Formats,
+    wide_states: tuple[str, ...],
+) -> Bfloat16:
+    """Return what is kept in bf16; nothing unless ``export.overflow`` allows it, or where all is bf16 already."""
+    if formats.overflow == "refuse" or PROFILES[profile].dtype == "bfloat16":
+        return Bfloat16()
+    quantised = tuple(name for group in quantisation.values() for name in group.tensors)
+    return Bfloat16(wide_tensors(weights, quantised), wide_states)
 
 
 def write_package(folder: Path, config: PackageConfig, tensors: Mapping[str, Tensor]) -> None:

@@ -29,12 +29,14 @@ from deepspec.inference.package_checks import (
     check_vocabulary,
 )
 from deepspec.inference.package_config import CONFIG, WEIGHTS, PackageConfig, read_config
-from deepspec.nn.int8 import Int8Linear, dequantise, int8_kernel_pays
+from deepspec.inference.profiles import SCALE, part_of
+from deepspec.nn.int8 import MAX_INT8, Int8DynamicLinear, Int8Linear, int8_kernel_pays
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.drafters.base import Drafter, DrafterConfig
+    from deepspec.inference.profiles import QuantisedGroup
     from deepspec.nn.head import FrozenHead
 
 OWN_DRAFTER = re.compile(r"deepspec\.drafters\.[a-z0-9_]+\.config\.[A-Za-z0-9]+")
@@ -52,6 +54,7 @@ def load_package(
     *,
     dtype: torch.dtype | None = None,
     allow_other_target: bool = False,
+    multiplied_out: bool = False,
     trusted_drafters: tuple[str, ...] = (),
 ) -> Drafter:
     """Load a package, check it, and return its drafter bound to ``target``, ready to propose.
@@ -61,6 +64,7 @@ def load_package(
         target: The target that verifies the drafts; the drafter uses its embedding and head.
         dtype: Precision to run in; None takes the target's when that is a float type, else the package's own.
         allow_other_target: Accept another revision of the target than the one trained with (same shapes).
+        multiplied_out: Hold every weight as floats and round no activations, to go on training from them.
         trusted_drafters: Dotted paths of configuration classes outside DeepSpec that may be imported.
 
     Raises:
@@ -81,7 +85,8 @@ def load_package(
     _check_values(tensors)
     check_vocabulary(config, tensors)
     drafter = build_drafter(config, drafter_config)
-    _fill(drafter, config, tensors, dtype or _default_dtype(config, target.head), target.head.weight.device)
+    chosen, device = _run_dtype(config, target.head, dtype), target.head.weight.device
+    _fill(drafter, config, tensors, chosen, device, multiplied_out=multiplied_out)
     drafter.bind(target.head)
     return drafter.eval().requires_grad_(False)
 
@@ -104,27 +109,50 @@ def _check_values(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise PackageError(f"{WEIGHTS}: tensor {name} holds values that are not finite")
-        if name.endswith("_scale") and not bool((tensor > 0).all()):
+        if tensor.dtype == torch.int8 and bool((tensor < -MAX_INT8).any()):
+            raise PackageError(f"{WEIGHTS}: tensor {name} holds {-MAX_INT8 - 1}, outside -{MAX_INT8} .. {MAX_INT8}")
+        if name.endswith(SCALE) and not bool((tensor > 0).all()):
             raise PackageError(f"{WEIGHTS}: tensor {name} holds scales that are not above 0")
 
 
 def _fill(
-    drafter: Drafter, config: PackageConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+    drafter: Drafter,
+    config: PackageConfig,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    multiplied_out: bool,
 ) -> None:
-    """Put the weights in place, INT8 ones as they are where that pays, and move the drafter to ``device``."""
-    keep_int8 = int8_kernel_pays(device, dtype)
+    """Put the weights in place, quantised ones as they are where the numbers or the time ask for it, and move them."""
+    groups = config.groups
     state: dict[str, Tensor] = {}
-    for name in (n for n in tensors if n.removesuffix("_scale") not in config.quantised):
+    for name in (n for n in tensors if n.removesuffix(SCALE) not in groups):
         state[name] = tensors[name].to(dtype) if tensors[name].is_floating_point() else tensors[name]
-    for name in config.quantised:
-        values, scale = tensors[name], tensors[f"{name}_scale"]
-        if keep_int8:
-            _replace(drafter, name.removesuffix(".weight"), Int8Linear(values, scale))
-            state |= {name: values, f"{name}_scale": scale}
+    for name, group in groups.items():
+        values, scale = tensors[name], tensors[f"{name}{SCALE}"]
+        kind = None if multiplied_out else _module_for(name, group, dtype, device)
+        if kind is None:
+            state[name] = group.weight(values, scale, dtype)
         else:
-            state[name] = dequantise(values, scale, dtype)
+            _replace(drafter, name.removesuffix(".weight"), kind(values, scale))
+            state |= {name: values, f"{name}{SCALE}": scale}
     drafter.load_state_dict(state, strict=True, assign=True)
     drafter.to(device)
+
+
+def _module_for(
+    name: str, group: QuantisedGroup, dtype: torch.dtype, device: torch.device
+) -> type[Int8Linear | Int8DynamicLinear] | None:
+    """Return the module that multiplies with the stored values of a tensor; None: its weight is multiplied out.
+
+    Fusion and Markov matrices are multiplied out everywhere: their drafters read those weights as they are.
+    """
+    if group.bits != 8 or part_of(name) in {"fusion", "markov"}:  # noqa: PLR2004 - bits
+        return None
+    if group.activations == "int8_per_token":
+        return Int8DynamicLinear
+    return Int8Linear if int8_kernel_pays(device, dtype) else None
 
 
 def _replace(drafter: nn.Module, name: str, module: nn.Module) -> None:
@@ -132,5 +160,12 @@ def _replace(drafter: nn.Module, name: str, module: nn.Module) -> None:
     setattr(drafter.get_submodule(parent), child, module)
 
 
-def _default_dtype(config: PackageConfig, head: FrozenHead) -> torch.dtype:
-    return head.weight.dtype if head.weight.is_floating_point() else DTYPES[config.dtype]
+def _run_dtype(config: PackageConfig, head: FrozenHead, asked: torch.dtype | None) -> torch.dtype:
+    """Return the precision to run in: the one asked for, else the target's, else the package's own."""
+    own = head.weight.dtype if head.weight.is_floating_point() else DTYPES[config.dtype]
+    if not config.bfloat16 or (asked or own) != torch.float16:
+        return asked or own
+    if asked is None:
+        return torch.bfloat16
+    named = ", ".join((*config.bfloat16.tensors, *config.bfloat16.states))
+    raise PackageError(f"{CONFIG}: bfloat16 names {named}, which fp16 cannot hold: load it in bf16 or fp32")

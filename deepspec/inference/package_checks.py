@@ -28,6 +28,7 @@ from deepspec.inference.package_config import (
     read_json,
     to_json,
 )
+from deepspec.inference.profiles import SCALE, SCHEMES, matrices, membership_problems, width_problems
 from deepspec.nn.vocabulary import id_problems, target_ids
 
 if TYPE_CHECKING:
@@ -152,18 +153,33 @@ def check_vocabulary(config: PackageConfig, tensors: Mapping[str, Tensor]) -> No
 def expected_tensors(config: PackageConfig, drafter_config: DrafterConfig) -> dict[str, TensorKind]:
     """Return shape and type of every tensor that the package must hold, from its config alone."""
     with torch.device("meta"):
-        state = build_drafter(config, drafter_config).state_dict()
+        drafter = build_drafter(config, drafter_config)
+    state = drafter.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    unknown = [name for name in config.quantised if len(shapes.get(name, ())) != 2]
-    if unknown:
-        raise PackageError(f"{CONFIG}: quantisation.tensors names {', '.join(unknown)}, no matrix of this drafter")
+    _check_formats(config, drafter, shapes)
+    groups = config.groups
     expected: dict[str, TensorKind] = {}
     for name, shape in shapes.items():
-        stored = config.dtype if state[name].is_floating_point() else type_name(state[name].dtype)
-        expected[name] = (shape, "int8" if name in config.quantised else stored)
-        if name in config.quantised:
-            expected[f"{name}_scale"] = ((shape[0], 1), "float32")
+        group = groups.get(name)
+        if group is None:
+            floating = state[name].is_floating_point()
+            expected[name] = (shape, config.dtype_of(name) if floating else type_name(state[name].dtype))
+            continue
+        scheme = SCHEMES[group.scheme]
+        stored, scales = scheme.shapes(shape, group.group)
+        expected[name], expected[f"{name}{SCALE}"] = (stored, scheme.stored), (scales, scheme.scale_dtype)
     return expected
+
+
+def _check_formats(config: PackageConfig, drafter: Drafter, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse number formats that name other tensors or modules than the drafter has for its profile."""
+    problems = list(membership_problems(config.quantisation, config.profile, matrices(drafter)))
+    modules = dict(drafter.named_modules())
+    problems += [f"bfloat16.tensors names {n}, no tensor of it" for n in config.bfloat16.tensors if n not in shapes]
+    problems += [f"bfloat16.states names {n}, no module of it" for n in config.bfloat16.states if n not in modules]
+    problems = problems or width_problems(config.quantisation, shapes)
+    if problems:
+        raise PackageError("\n".join(f"{CONFIG}: {problem}" for problem in problems))
 
 
 def build_drafter(config: PackageConfig, drafter_config: DrafterConfig) -> Drafter:

@@ -16,13 +16,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 
 from deepspec.contracts import BlockLayout, Conventions, TargetInfo
 from deepspec.errors import ConfigError, PackageError
+from deepspec.inference.profiles import (
+    FORMAT_MEANINGS,
+    PROFILES,
+    Bfloat16,
+    Part,
+    Profile,
+    QuantisedGroup,
+    quantisation_problems,
+)
 from deepspec.targets.layers import validate_layer_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = "deepspec-package"
-VERSION = 1
+VERSION = 2
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 CHECKSUMS = "checksums.json"
@@ -51,23 +60,12 @@ MEANINGS = {
     "offsets: target id = draft id + d2t[draft id]; markov_w2 has a row for each draft id, and all other token ids are "
     "the target's",
     "embeddings": "embedding and head are the target's own, with its scales and soft-cap; they are not stored here",
+    **FORMAT_MEANINGS,
     "template_options": "variables that the chat template of the target was given, beside the messages, wherever the "
     "drafter was trained",
 }
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Quantisation:
-    """How the tensors in ``tensors`` are stored: ``X`` as int8 [o, i] and ``X_scale`` as fp32 [o, 1]."""
-
-    scheme: Literal["int8_per_output_channel"]
-    bits: Literal[8]
-    symmetric: Literal[True]
-    activations: Literal["unquantised"]
-    scale_dtype: Literal["float32"]
-    tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class PackageConfig:
     format: str
     version: int
     layout: Literal["native"]
-    profile: Literal["bf16", "fp16", "fp16_int8"]
+    profile: Profile
     dtype: Literal["bfloat16", "float16"]
     block_layout: BlockLayout
     anchor_predicts: bool
@@ -95,7 +93,8 @@ class PackageConfig:
     embeddings: Literal["target"]
     template_options: Mapping[str, object]
     meanings: Mapping[str, object]
-    quantisation: Quantisation | None
+    quantisation: Mapping[Part, QuantisedGroup]
+    bfloat16: Bfloat16
     drafter: Mapping[str, object]
     target: TargetInfo
 
@@ -106,18 +105,28 @@ class PackageConfig:
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Names of the tensors that are stored as int8."""
-        return self.quantisation.tensors if self.quantisation else ()
+        """Names of the tensors that are stored as integers with a scale."""
+        return tuple(self.groups)
+
+    @property
+    def groups(self) -> dict[str, QuantisedGroup]:
+        """How each of the quantised tensors is stored."""
+        return {name: group for group in self.quantisation.values() for name in group.tensors}
+
+    def dtype_of(self, name: str) -> str:
+        """Return the type that a tensor of floats is stored in."""
+        return "bfloat16" if name in self.bfloat16.tensors else self.dtype
 
 
 def make_config(
     *,
-    profile: str,
+    profile: Profile,
     conventions: Conventions,
     target: TargetInfo,
     drafter: Mapping[str, object],
     template_options: Mapping[str, object] | None = None,
-    quantised: tuple[str, ...] = (),
+    quantisation: Mapping[Part, QuantisedGroup] | None = None,
+    bfloat16: Bfloat16 | None = None,
 ) -> PackageConfig:
     """Build the config of a native package from what the drafter and its target say."""
     values: dict[str, Any] = {
@@ -125,7 +134,7 @@ def make_config(
         "version": VERSION,
         "layout": "native",
         "profile": profile,
-        "dtype": "bfloat16" if profile == "bf16" else "float16",
+        "dtype": PROFILES[profile].dtype,
         **asdict(conventions),
         "anchor_predicts": conventions.silent_rows == 0,
         "block_size": conventions.block_size,
@@ -137,7 +146,8 @@ def make_config(
         "embeddings": "target",
         "template_options": dict(template_options or {}),
         "meanings": MEANINGS,
-        "quantisation": _int8(quantised) if quantised else None,
+        "quantisation": {part: asdict(group) for part, group in (quantisation or {}).items()},
+        "bfloat16": asdict(bfloat16 or Bfloat16()),
         "drafter": dict(drafter),
         "target": asdict(target),
     }
@@ -242,26 +252,17 @@ def _target_problems(config: PackageConfig) -> list[str]:
 
 
 def _dtype_problems(config: PackageConfig) -> list[str]:
-    problems = []
-    dtype = "bfloat16" if config.profile == "bf16" else "float16"
+    dtype = PROFILES[config.profile].dtype
+    problems = quantisation_problems(config.quantisation, config.profile)
     if config.dtype != dtype:
         problems.append(f"dtype={config.dtype!r} contradicts profile={config.profile!r}, which stores {dtype}")
-    if (config.profile == "fp16_int8") != bool(config.quantised):
-        problems.append(f"quantisation={config.quantisation} contradicts profile={config.profile!r}")
-    if len(set(config.quantised)) != len(config.quantised):
-        problems.append("quantisation.tensors names a tensor twice")
-    return problems
-
-
-def _int8(tensors: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        "scheme": "int8_per_output_channel",
-        "bits": 8,
-        "symmetric": True,
-        "activations": "unquantised",
-        "scale_dtype": "float32",
-        "tensors": tensors,
-    }
+    if config.bfloat16 and dtype == "bfloat16":
+        problems.append(f"bfloat16={config.bfloat16} contradicts profile={config.profile!r}, which is bf16 throughout")
+    return problems + [
+        f"bfloat16.tensors names {name}, which is stored as integers"
+        for name in config.bfloat16.tensors
+        if name in config.groups
+    ]
 
 
 def _build(cls: type[T], values: object, where: str) -> T:
@@ -289,10 +290,18 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list):
         return tuple(_convert(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(value))
     if origin is Mapping and isinstance(value, Mapping):
-        return dict(value)
+        return _mapping(value, arguments, where)
     if _is_plain(value, hint):
         return hint(value)
     raise PackageError(f"{CONFIG}: {where}={value!r} must be of type {getattr(hint, '__name__', hint)}")
+
+
+def _mapping(value: Mapping[str, Any], arguments: tuple[Any, Any], where: str) -> dict[str, Any]:
+    """Convert the values of an object, where they are dataclasses; else they are plain JSON."""
+    key, item = arguments
+    if not is_dataclass(item):
+        return dict(value)
+    return {_convert(name, key, where): _convert(found, item, f"{where}.{name}") for name, found in value.items()}
 
 
 def _choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:

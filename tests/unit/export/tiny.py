@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspec.drafters.base import Drafter, DrafterConfig
-    from deepspec.export.quantise import Profile
+    from deepspec.export.quantise import Formats
+    from deepspec.inference.profiles import Profile
     from deepspec.targets.target import Target
 
 LAYER_IDS = (1, 2, 4)
@@ -52,12 +53,14 @@ def make_drafter(
     return drafter.eval(), config
 
 
-def make_package(folder: Path, profile: Profile, target: Target | None = None, **over: Any) -> Path:
+def make_package(
+    folder: Path, profile: Profile, target: Target | None = None, *, formats: Formats | None = None, **over: Any
+) -> Path:
     """Write a package and return its folder."""
     target = target or make_target()
     drafter, config = make_drafter(target, **over)
     with staged(folder) as temporary:
-        write_package(temporary, *native_package(drafter, config, target.info, profile))
+        write_package(temporary, *native_package(drafter, config, target.info, profile, formats=formats))
     return folder
 
 
