@@ -42,6 +42,8 @@ _OFTEN = {
     "export": """Often set
   export.profile=bf16 | fp16 | fp16_int8 | fp16_int8_full | int8_dynamic | int4_mlp
                                              what the package holds (docs/quantisation.md)
+  export.layout=universal                    a folder for vLLM and SGLang instead (docs/serving.md)
+  source=FOLDER                              bring a drafter of another project in
   export.out=FOLDER                          where it goes""",
 }
 

@@ -56,10 +56,8 @@ def resolve_command(cfg: DictConfig, command: type, *, complete: bool = True) ->
     for name in [n for n in given if n in type_hints(RunConfig) and n not in type_hints(command)]:
         del given[name]
         problems.add(f"{name}: is fixed by the training run; what can be overridden is {', '.join(OVERRIDABLE)}")
-    if given.pop("source", None) is not None:
-        problems.add(
-            "source: this version reads its own run folders only, not what other projects wrote; give run=FOLDER"
-        )
+    if "source" not in type_hints(command) and given.pop("source", None) is not None:
+        problems.add("source: deepspec.export reads what other projects wrote; run=FOLDER is then the folder it made")
     made = build(command, given, "", problems, skip=("config",))
     config = _trained_config(made, groups, problems)
     _raise(problems)

@@ -154,7 +154,22 @@ def _engine(run: RunConfig) -> Iterator[str]:
         yield "engine.loss_precision=common_mode: is for low precision; use exact or auto with engine.precision=fp32"
 
 
-_RULES: tuple[Rule, ...] = (_positive, _repeats, _layer_ids, _betas, _drafter, _shorthand)
+def _layout(run: RunConfig) -> Iterator[str]:
+    export = run.export
+    for name in [n for n in export.consumer if n not in _CONSUMERS]:
+        yield f"export.consumer={name}: must be {', '.join(_CONSUMERS)}"
+    if export.fold_temperature is not None and not export.fold_temperature > 0:
+        yield f"export.fold_temperature={export.fold_temperature}: must be above 0, or null"
+    for leaf, default in _SERVERS_ONLY.items():
+        if export.layout == "native" and getattr(export, leaf) != default:
+            yield f"export.{leaf}={getattr(export, leaf)}: is for layouts of servers; set export.layout=universal"
+
+
+_CONSUMERS = ("vllm", "sglang", "speculators", "published_eval")
+_SERVERS_ONLY = {"consumer": (), "server_quantisation": "none", "fold_temperature": None, "sps_table": None}
+
+
+_RULES: tuple[Rule, ...] = (_positive, _repeats, _layer_ids, _betas, _drafter, _shorthand, _layout)
 _TRAINING_RULES: tuple[Rule, ...] = (_batch, _packing, _engine)
 
 

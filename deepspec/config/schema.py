@@ -201,7 +201,32 @@ class ExportConfig:
         "with such states out of fp16",
         "refuse",
     )
-    out: str | None = key("Folder of the package; null is package-<profile> in the run folder", None)
+    layout: Literal["native", "universal", "speculators", "zlab_dflash", "eagle3", "mtp"] = key(
+        "native for DeepSpec's own decoder; for servers: universal (DSpark and anchor-first DFlash in vLLM, SGLang, "
+        "speculators), speculators, zlab_dflash (fill-in), eagle3, mtp (docs/serving.md)",
+        "native",
+    )
+    consumer: tuple[str, ...] = key(
+        "Who has to load a layout for servers: vllm, sglang, speculators, published_eval; [] is one of those it is for",
+        (),
+    )
+    server_quantisation: Literal["none", "w8a8", "w8a16"] = key(
+        "Layouts for servers: INT8 for the layers' linears (compressed-tensors), with activations in INT8 or not",
+        "none",
+    )
+    server_dtype: Literal["auto", "bf16", "fp16"] = key(
+        "Layouts for servers: type of everything else, which is the one the target is served in; auto asks its config",
+        "auto",
+    )
+    include_embeddings: bool = key(
+        "Layouts for servers: copies of the target's embedding and head too; the published evaluation code needs them",
+        False,
+    )
+    fold_temperature: float | None = key(
+        "Layouts for servers: divide the confidence's log-odds by it, for vLLM, which applies no temperature", None
+    )
+    sps_table: str | None = key("JSON of step rates, copied beside a universal layout as dspark_sps.json", None)
+    out: str | None = key("Folder of the package; null is package-<profile or layout> in the run folder", None)
     verify_prompts: int = key("Test prompts decoded before and after, 0 skips it", 12)
     verify_samples: int = key("Test conversations compared in each domain", 20)
     max_length_change: float = key(
@@ -282,5 +307,8 @@ class EvaluateCommand:
 class ExportCommand:
     """What ``deepspec.export`` was asked for; ``config`` is the run's own, with the given overrides applied."""
 
-    run: str = key("Run folder")
+    run: str = key("Run folder; with source, the run whose target the drafter belongs to")
+    source: str | None = key(
+        "Folder of another project, a layout for servers or a package: imported as a run folder of its own", None
+    )
     config: RunConfig = key("The run's config.yaml, overridden by the groups given on the command line")

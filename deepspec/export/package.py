@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from deepspec.drafters.base import Drafter, DrafterConfig
     from deepspec.inference.profiles import Profile, Quantisation
 
+SERVER_KEY = "deepspec"
+"""Key of the block in the config of a layout for servers that says who wrote it."""
+
 
 def native_package(
     drafter: Drafter,
@@ -143,10 +146,11 @@ def check_out(out: Path) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     try:
-        found = json.loads((out / CONFIG).read_text(encoding="utf-8")).get("format")
+        found = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+        ours = found.get("format") == FORMAT or SERVER_KEY in found
     except (OSError, ValueError, AttributeError):
-        found = None
-    if found != FORMAT:
+        ours = False
+    if not ours:
         raise ConfigError(f"export.out={out} exists and is not a package: give another folder, or remove it")
 
 

@@ -69,8 +69,12 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest = weight.float().abs().amax(dim=1, keepdim=True)  # [o, 1]
     smallest = torch.finfo(torch.float32).tiny * MAX_INT8
     scale = torch.where(largest > smallest, largest / MAX_INT8, torch.ones_like(largest))
-    values = (weight.float() / scale).round().clamp(-MAX_INT8, MAX_INT8).to(torch.int8)
-    return values, scale
+    return round_rows(weight, scale), scale
+
+
+def round_rows(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return ``weight`` [o, i] in steps of ``scale`` [o, 1] as int8 [o, i]."""
+    return (weight.float() / scale).round().clamp(-MAX_INT8, MAX_INT8).to(torch.int8)
 
 
 def quantise_groups(name: str, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,16 @@ Here ``k`` is the output of decoder layer k counted from 0, before the final nor
 | vLLM, ``eagle_aux_hidden_state_layer_ids`` | k + 1 | 2 |
 | speculators, ``aux_hidden_state_layer_ids`` | k + 1 | 2 |
 | SGLang, ``target_layer_ids`` | k (it captures before layer k + 1) | 1 |
-| published DSpark and DFlash checkpoints, ``target_layer_ids`` | k | 1 |
+| published DSpark and Eagle3 checkpoints, SpecForge, ``target_layer_ids`` | k | 1 |
+| z-lab's DFlash checkpoints, ``dflash_config.target_layer_ids`` | k | 1 |
+
+``TAP_KEYS`` says which key of a config is counted in whose way.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from deepspec.errors import ConfigError
 
@@ -23,11 +27,21 @@ if TYPE_CHECKING:
 KEY = "target.target_layer_ids"
 AUTO_COUNT = 5
 
-OFFSETS = {"transformers": 1, "vllm": 1, "speculators": 1, "sglang": 0, "published": 0}
+OFFSETS = {"transformers": 1, "vllm": 1, "speculators": 1, "sglang": 0, "published": 0, "zlab": 0}
 """What each project adds to our ids."""
 
-NO_EMBEDDING = frozenset({"sglang", "published"})
+NO_EMBEDDING = frozenset({"sglang", "zlab"})
 """Projects that cannot name the embedding's output."""
+
+TAP_KEYS = {
+    "eagle_aux_hidden_state_layer_ids": "vllm",
+    "dflash_config.target_layer_ids": "zlab",
+    "dspark_target_layer_ids": "sglang",
+    "target_layer_ids": "published",
+    "aux_hidden_state_layer_ids": "speculators",
+    "eagle_config.eagle_aux_hidden_state_layer_ids": "sglang",
+}
+"""Whose way of counting each key of a config follows. A dot leads into a section. Two keys of one name differ."""
 
 
 def auto_layer_ids(num_layers: int) -> tuple[int, ...]:
@@ -76,6 +90,25 @@ def to_project(ids: Iterable[int], project: str) -> tuple[int, ...]:
 def from_project(ids: Iterable[int], project: str) -> tuple[int, ...]:
     """Return the layer ids of ``project`` as we count them; the inverse of ``to_project``."""
     return tuple(layer - OFFSETS[project] for layer in ids)
+
+
+def read_taps(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return every list of tapped layers in another project's config, in our numbers, by its key.
+
+    Raises:
+        ConfigError: a list holds something else than whole numbers.
+    """
+    found = {}
+    for key, project in TAP_KEYS.items():
+        section, _, name = key.rpartition(".")
+        holder = config.get(section) if section else config
+        ids = holder.get(name) if isinstance(holder, Mapping) else None
+        if ids is None:
+            continue
+        if not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
+            raise ConfigError(f"{key}={ids!r} must be a list of whole numbers")
+        found[key] = from_project(ids, project)
+    return found
 
 
 def to_hf(ids: Iterable[int]) -> tuple[int, ...]:

@@ -67,7 +67,11 @@ def test_the_default_is_int8_and_loads(export: Run, run_folder: Path, tmp_path: 
     [
         ("export.max_length_change=-2", 2, "export.max_length_change"),
         ("export.profile=int3", 2, "export.profile"),
-        ("source=elsewhere", 2, "source: this version reads its own run folders only"),
+        ("source=elsewhere", 2, "elsewhere/config.json is missing"),
+        ("export.server_quantisation=w8a8", 2, "export.server_quantisation=w8a8: is for layouts of servers"),
+        ("export.consumer=[tgi]", 2, "export.consumer=tgi: must be vllm, sglang"),
+        ("export.layout=zlab_dflash", 2, "export.layout=zlab_dflash: its blocks are fill-in"),
+        ("export.layout=univrsal", 2, "did you mean universal?"),
         ("data.test=null", 2, "data.test"),
         ("export.out=.", 2, "export.out"),
         ("run=nowhere", 2, "nowhere"),
@@ -102,3 +106,34 @@ def test_the_device_is_the_engines(export: Run, monkeypatch: pytest.MonkeyPatch)
     code, _, err = export("engine.device=cuda")
     assert code == 2
     assert "engine.device=cuda, but PyTorch finds no CUDA device" in err
+
+
+def test_a_layout_for_servers_is_written_checked_and_comes_back(export: Run, run_folder: Path, tmp_path: Path) -> None:
+    from deepspec.checkpoint.store import newest_drafter
+    from deepspec.config.resolve import load_config
+    from deepspec.drafters.files import load_drafter
+
+    out, layout = tmp_path / "served", ("export.layout=universal", "export.server_quantisation=w8a8")
+    for _ in range(2):  # the second one replaces the first
+        code, said, err = export(f"export.out={out}", *layout, "export.fold_temperature=2")
+        assert code == 0, err
+    assert sorted(p.name for p in out.iterdir()) == ["card.md", "checksums.json", "config.json", "model.safetensors"]
+    config = json.loads((out / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["Qwen3DSparkModel"], "bfloat16")
+    card = (out / "card.md").read_text()
+    for words in ("SGLang (not run)", "vLLM (not run)", "log-odds divided by 2", "INT8, activations too"):
+        assert words in card
+    for consumer in ("vLLM", "SGLang", "speculators"):
+        assert consumer in said
+    code, said, err = export(f"source={out}", f"export.out={tmp_path / 'back'}")
+    assert code == 0, err
+    assert f"imported: {tmp_path / 'back'}" in said
+    assert load_config(tmp_path / "back").drafter == load_config(run_folder).drafter
+    load_drafter(newest_drafter(tmp_path / "back"))
+
+
+def test_a_consumer_that_is_asked_for_has_to_load_it(export: Run, tmp_path: Path) -> None:
+    code, _, err = export(f"export.out={tmp_path / 'p'}", "export.layout=universal", "export.consumer=[published_eval]")
+    assert code == 2
+    assert "the published evaluation code: nothing fills parameter embed_tokens.weight" in err
+    assert list(tmp_path.iterdir()) == []
