@@ -1,14 +1,12 @@
 """``python -m deepspec.export run=DIR``: from a trained run to a verified, quantised inference package.
 
     python -m deepspec.export run=runs/quickstart
-    python -m deepspec.export run=runs/quickstart export.profile=bf16 export.out=packages/mine
     python -m deepspec.export run=runs/quickstart export.layout=universal
     python -m deepspec.export run=runs/quickstart source=FOLDER
 
-The newest checkpoint of the run is written, reloaded from disk, and compared with the trained drafter: its
-distributions on test conversations, domain by domain, and its accepted length on decoded prompts. A package that strays
-is not written (docs/quantisation.md).
-``export.layout`` writes a folder for servers instead; ``source`` brings in a drafter that another project has trained.
+The newest checkpoint of the run is written, reloaded from disk and compared with the trained drafter; a package that
+strays is not written (docs/quantisation.md). ``export.layout`` writes a folder for servers instead (docs/serving.md);
+``source`` brings in a drafter that another project has trained.
 """
 
 from __future__ import annotations
@@ -58,21 +56,21 @@ def main(cfg: ExportCommand) -> None:
     target = load_target(run.target, choose_device(run.engine.device, 0))
     accelerate(target)
     drafter = load_checkpoint(checkpoint, target)
-    eos, length = target.info.eos_token_ids, run.data.max_length
-    renderer = ChatRenderer(target.tokenizer, run.target.template_options, eos_token_ids=eos, max_length=length)
-    tokens, stop = run.evaluate.max_new_tokens, renderer.eos_token_ids
+    renderer = ChatRenderer(
+        target.tokenizer, run.target.template_options, eos_token_ids=target.info.eos_token_ids,
+        max_length=run.data.max_length,
+    )  # fmt: skip
     material = read_material(
         run.data.test, renderer, prompts=settings.verify_prompts, samples=settings.verify_samples,
-        max_new_tokens=tokens, stop_ids=stop,
+        max_new_tokens=run.evaluate.max_new_tokens, stop_ids=renderer.eos_token_ids,
     )  # fmt: skip
     trained = (drafter, drafter_from_dict(description["drafter"]), target_info(description, checkpoint))
     origin = Origin(run.recipe, run.data.name, description["step"], run.target.path)
     if settings.layout == "native":
         exported = export_package(
             *trained, target, out, material, profile=settings.profile,
-            formats=Formats(settings.qkv, settings.int4_group, settings.overflow),
-            template_options=run.target.template_options,
-            max_length_change=settings.max_length_change, force=settings.force, origin=origin,
+            formats=Formats(settings.qkv, settings.int4_group, settings.overflow), origin=origin, force=settings.force,
+            template_options=run.target.template_options, max_length_change=settings.max_length_change,
         )  # fmt: skip
     else:
         exported = export_for_servers(settings, *trained, target, out, material, origin)

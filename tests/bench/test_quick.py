@@ -93,9 +93,7 @@ def test_published_and_our_step_have_the_same_gradient() -> None:
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, one in gradients[0].items():
         assert one is not None and bool(one.any()), name
-        torch.testing.assert_close(
-            gradients[1][name], one, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text
-        )
+        torch.testing.assert_close(gradients[1][name], one, rtol=1e-4, atol=1e-6)
 
 
 def test_every_back_end_of_attention_is_timed(capsys: pytest.CaptureFixture[str]) -> None:

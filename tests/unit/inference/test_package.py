@@ -199,6 +199,7 @@ NUMBERING = {
     "speculators": (2, 3, 5),
     "sglang": (1, 2, 4),
     "published": (1, 2, 4),
+    "zlab": (1, 2, 4),
 }
 """What each project writes for the outputs of the layers 1, 2 and 4."""
 
