@@ -138,7 +138,12 @@ class Proposal:
 
     tokens: Tensor  # [k] int64
     probabilities: Tensor  # [k, V] fp32, the distributions the tokens were drawn from
-    confidence: Tensor | None = None  # [k] fp32 in (0, 1): chance that slot j is accepted given that all before were
+    confidence_logits: Tensor | None = None  # [k] fp32, log-odds that slot j is accepted given that all before were
+
+    @property
+    def confidence(self) -> Tensor | None:
+        """[k] fp32: that chance, as the drafter was trained to say it."""
+        return None if self.confidence_logits is None else self.confidence_logits.sigmoid()
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,9 @@ def setup_logging(log_dir: Path | None = None, level: str = "INFO") -> None:
     root.setLevel(level)
 
 
-def emit(text: str = "") -> None:
+def emit(text: str = "", end: str = "\n") -> None:
     """Write a result for a person to standard output."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(text + end)
     sys.stdout.flush()
 
 

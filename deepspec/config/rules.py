@@ -73,7 +73,8 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     "seed", "data.seed", "show", "target.mask_token_id", "generate.temperature", "generate.seed", "optim.lr",
     "optim.muon_lr", "features.memory_gib", "optim.weight_decay", "optim.clip_norm", "evaluate.temperature",
-    "evaluate.timing_prompts", "evaluate.seed", "export.verify_prompts", "export.max_length_change", "plan.tflops",
+    "evaluate.timing_prompts", "evaluate.seed", "export.verify_prompts", "export.calibration_prompts",
+    "export.max_length_change", "plan.tflops",
 )  # fmt: skip
 _ABOVE_ZERO = ("optim.eps",)  # a parameter without a gradient would be stepped by 0 / 0
 _SHARES = ("optim.warmup_ratio", "optim.min_lr_ratio", "optim.decay_ratio", "evaluate.confidence_threshold")

@@ -219,8 +219,12 @@ class ExportConfig:
         "auto",
     )
     include_embeddings: bool = key(
-        "Layouts for servers: copies of the target's embedding and head too; the published evaluation code needs them",
+        "Copies of the target's embedding and head too; the published evaluation code needs them, DeepSpec does not",
         False,
+    )
+    calibration_prompts: int = key(
+        "Prompts of data.validation that are decoded, as evaluate does, to calibrate the confidence head; 0 skips it",
+        48,
     )
     fold_temperature: float | None = key(
         "Layouts for servers: divide the confidence's log-odds by it, for vLLM, which applies no temperature", None

@@ -91,6 +91,9 @@ class Drafter(nn.Module):
     """``engine.loss_precision``; whoever builds a training run sets it on the drafter."""
     attention_backend: AttentionBackend = "auto"
     """``engine.attention``, likewise."""
+    confidence_temperatures: tuple[float, ...] | None = None
+    """One for each slot (K), by which the log-odds of its confidence are divided; None as trained. A calibrated package
+    sets it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +106,11 @@ class Drafter(nn.Module):
     def taps(self) -> tuple[int, ...]:
         """The layers whose outputs the drafter reads; ``Features.hidden`` holds those."""
         return self.conventions.target_layer_ids
+
+    @property
+    def predicts_acceptance(self) -> bool:
+        """Whether ``propose`` says how likely each slot is accepted."""
+        return False
 
     @property
     def head(self) -> FrozenHead:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import deepspec
 from deepspec.evaluation.markup import markdown_text
+from deepspec.evaluation.report import commit_of
+from deepspec.export.calibration_table import CALIBRATION_HEAD, calibration_parts, calibration_rows
 from deepspec.export.certificate import CERTIFICATE_HEAD, certificate_rows
 from deepspec.export.sizes import SIZE_HEAD, size_rows
+from deepspec.export.table import table
 from deepspec.export.verify import verification_rows
 from deepspec.log import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from deepspec.export.calibrate import Calibrated
     from deepspec.export.sizes import PartSize
     from deepspec.export.verify import Verification
+    from deepspec.inference.calibration import Calibration
     from deepspec.inference.package_config import PackageConfig
     from deepspec.inference.profiles import QuantisedGroup
 
@@ -48,10 +54,18 @@ class Origin:
     data: str = ""
     step: int | None = None
     target_path: str = ""
+    revision: str = ""
+    """Of the target, where it is a hub id and not the default branch."""
 
 
 def card_text(
-    config: PackageConfig, verification: Verification, sizes: Sequence[PartSize], origin: Origin, *, forced: bool
+    config: PackageConfig,
+    verification: Verification,
+    sizes: Sequence[PartSize],
+    origin: Origin,
+    *,
+    forced: bool,
+    calibrated: Calibrated | None = None,
 ) -> str:
     """Return the card as Markdown."""
     parts = [f"# Drafter for {markdown_text(config.target.name)}, {config.profile}\n"]
@@ -69,28 +83,26 @@ def card_text(
         table(CERTIFICATE_HEAD, _certificate_rows(verification)),
         CERTIFICATE_NOTE,
     ]
+    if calibrated is not None:
+        parts += calibration_parts(calibrated)
     parts += ["## Size\n", table(SIZE_HEAD, _size_rows(config, sizes)), _usage(config, origin)]
     return "\n".join(parts)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns are aligned for reading as plain text too."""
-    cells = [list(head), *[list(row) for row in rows]]
-    widths = [max(len(row[n]) for row in cells) for n in range(len(head))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines) + "\n"
-
-
-def report_text(config: PackageConfig, verification: Verification, sizes: Sequence[PartSize]) -> str:
+def report_text(
+    config: PackageConfig,
+    verification: Verification,
+    sizes: Sequence[PartSize],
+    calibration: Calibration | None = None,
+) -> str:
     """Return the tables for the terminal."""
-    tables = (
+    tables: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
         (VERIFY_HEAD, verification_rows(verification)),
         (CERTIFICATE_HEAD, _certificate_rows(verification)),
         (SIZE_HEAD, _size_rows(config, sizes)),
-    )
+    ]
+    if calibration is not None:
+        tables.insert(2, (CALIBRATION_HEAD, calibration_rows(calibration)))
     return "\n".join(table(head, rows) for head, rows in tables)
 
 
@@ -103,6 +115,7 @@ def _facts(config: PackageConfig, origin: Origin) -> str:
     window = "none" if config.sliding_window is None else str(config.sliding_window)
     facts = {
         "target": ", ".join(markdown_text(t) for t in (config.target.name, config.target.model_type) if t),
+        "target's revision": markdown_text(origin.revision),
         "target's fingerprint": markdown_text(config.target.fingerprint),
         "recipe": markdown_text(origin.recipe),
         "data": markdown_text(origin.data),
@@ -119,7 +132,9 @@ def _facts(config: PackageConfig, origin: Origin) -> str:
         "number formats": _formats(config),
         "kept in bf16": markdown_text(", ".join(config.bfloat16.tensors)),
         "states beyond fp16": markdown_text(", ".join(config.bfloat16.states)),
+        "confidence": _confidence(config),
         "DeepSpec": deepspec.__version__,
+        "commit": commit_of(Path(deepspec.__file__).parent),
     }
     return _bullets([f"{key}: {value}" for key, value in facts.items() if value])
 
@@ -137,18 +152,28 @@ def _scheme(group: QuantisedGroup) -> str:
     return f"{markdown_text(group.scheme)}{columns}{rounded}"
 
 
+def _confidence(config: PackageConfig) -> str:
+    return f"calibrated, temperatures in {config.calibration}" if config.calibration else "not calibrated"
+
+
 def _size_rows(config: PackageConfig, sizes: Sequence[PartSize]) -> list[tuple[str, ...]]:
     return size_rows(list(sizes), config.vocab_size, config.hidden_size)
 
 
 def _usage(config: PackageConfig, origin: Origin) -> str:
-    target = shlex.quote(" ".join(printable(origin.target_path or config.target.name).split()))
+    path = " ".join(printable(origin.target_path or config.target.name).split())
+    target = shlex.quote(path)
+    copies = "copies of them are here for other software" if config.stored_embeddings else "they are not stored here"
     return (
         "## How to load\n\n"
-        "The target's embedding and head are not stored here; the drafter uses the target's own.\n\n"
+        f"The drafter uses the target's own embedding and head; {copies}.\n\n"
         f'    python -m deepspec.inference PACKAGE --target {target} --prompt "..."\n\n'
-        "    from deepspec.inference.package import load_package\n"
-        "    drafter = load_package(PACKAGE, target)  # a deepspec.targets Target\n"
+        "    from deepspec.inference.api import load\n"
+        f'    model = load("PACKAGE", {json.dumps(path)})\n'
+        '    for piece in model.stream("..."):\n'
+        "        ...\n\n"
+        "This folder is for DeepSpec's own decoder, which needs torch, transformers and safetensors. Servers have\n"
+        "layouts of their own: `python -m deepspec.export run=... export.layout=universal` (vLLM, SGLang) and others.\n"
     ) + (REDUCED_NOTE if _is_reduced(config) else "")
 
 

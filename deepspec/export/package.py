@@ -1,4 +1,7 @@
-"""Write an inference package: ``config.json``, ``model.safetensors``, ``card.md`` and ``checksums.json``.
+"""Write an inference package.
+
+``config.json``, ``model.safetensors``, ``calibration.json`` of a drafter with a confidence head, ``selfcheck.json``,
+``card.md`` and ``checksums.json``; weights above 5 GB are spread over several files with an index.
 
 A package grows under a temporary name beside its place and is renamed when everything about it has been checked. Under
 its own name there is a whole package, the one that was there before, or nothing.
@@ -10,28 +13,34 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
+import torch
 
 from deepspec.drafters.files import tensor_kinds, tensor_problems
 from deepspec.drafters.registry import drafter_to_dict
 from deepspec.errors import ConfigError, PackageError
-from deepspec.export.quantise import Formats, pack, wide_tensors
+from deepspec.export.quantise import Formats, cast, pack, wide_tensors
+from deepspec.export.shards import SHARD_BYTES, save_weights, split
 from deepspec.inference.package_checks import expected_tensors, file_digest
 from deepspec.inference.package_config import (
-    CARD,
+    CALIBRATION,
     CHECKSUMS,
     CONFIG,
     FORMAT,
-    HEADER_KEY,
+    HEADER_KEYS,
+    INDEX,
+    SELFCHECK,
     WEIGHTS,
     PackageConfig,
+    StoredEmbeddings,
     make_config,
-    to_json,
 )
+from deepspec.inference.package_embeddings import EMBEDDING, HEAD, HEAD_BIAS, embedding_tensors
 from deepspec.inference.profiles import PROFILES, Bfloat16, matrices, plan, width_problems
+from deepspec.inference.strict_json import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,7 +49,10 @@ if TYPE_CHECKING:
 
     from deepspec.contracts import TargetInfo
     from deepspec.drafters.base import Drafter, DrafterConfig
+    from deepspec.inference.calibration import Calibration
     from deepspec.inference.profiles import Profile, Quantisation
+    from deepspec.inference.selfcheck import SelfCheck
+    from deepspec.nn.head import FrozenHead
 
 SERVER_KEY = "deepspec"
 """Key of the block in the config of a layout for servers that says who wrote it."""
@@ -55,17 +67,19 @@ def native_package(
     *,
     formats: Formats | None = None,
     wide_states: tuple[str, ...] = (),
+    include_embeddings: bool = False,
 ) -> tuple[PackageConfig, dict[str, Tensor]]:
     """Return config and tensors of the native layout for a trained fp32 drafter.
 
     Args:
-        drafter: The trained drafter.
+        drafter: The trained drafter; bound to its target where ``include_embeddings`` is asked for.
         drafter_config: Its configuration.
         target: The target that it was trained with.
         profile: Number formats.
         template_options: Variables of the chat template that the drafter was trained with.
         formats: What bends the profile.
         wide_states: Modules whose states fp16 cannot hold, which the package then says.
+        include_embeddings: Put copies of the target's embedding and head into the package.
 
     Raises:
         ConfigError: The groups of 4-bit weights do not divide a width.
@@ -84,12 +98,28 @@ def native_package(
         template_options=template_options,
         quantisation=quantisation,
         bfloat16=_bfloat16(weights, quantisation, profile, formats, wide_states),
+        stored_embeddings=_stored(drafter.head) if include_embeddings else None,
     )
     tensors = pack(weights, config)
-    problems = tensor_problems(expected_tensors(config, drafter_config), tensor_kinds(tensors))
+    if include_embeddings:
+        tensors |= _copies(drafter.head, config)
+    expected = expected_tensors(config, drafter_config) | embedding_tensors(config)
+    problems = tensor_problems(expected, tensor_kinds(tensors))
     if problems:
         raise PackageError("the drafter does not fit its own configuration:\n" + "\n".join(problems))
     return config, tensors
+
+
+def _stored(head: FrozenHead) -> StoredEmbeddings:
+    return StoredEmbeddings(tied=head.tied, head_bias=head.bias is not None)
+
+
+def _copies(head: FrozenHead, config: PackageConfig) -> dict[str, Tensor]:
+    """Return the copies of embedding and head that the package holds, in its 16-bit type; tied ones are one."""
+    own = {EMBEDDING: head.embedding, HEAD: head.weight, HEAD_BIAS: head.bias}
+    chosen = {name: own[name] for name in embedding_tensors(config)}
+    dtype = getattr(torch, config.dtype)
+    return {name: cast(name, t.detach().cpu(), dtype).clone() for name, t in chosen.items() if t is not None}
 
 
 def _check_groups(quantisation: Quantisation, weights: Mapping[str, Tensor]) -> None:
@@ -112,17 +142,37 @@ def _bfloat16(
     return Bfloat16(wide_tensors(weights, quantised), wide_states)
 
 
-def write_package(folder: Path, config: PackageConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write config, weights and checksums into ``folder``. The weights' header carries a copy of the config."""
-    plain = to_json(config)
-    (folder / CONFIG).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-    save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt", HEADER_KEY: json.dumps(plain)})
+def write_package(
+    folder: Path,
+    config: PackageConfig,
+    tensors: Mapping[str, Tensor],
+    calibration: Calibration | None = None,
+    selfcheck: SelfCheck | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> PackageConfig:
+    """Write config, weights, what is given of the other files, and checksums into ``folder``.
+
+    The weights' headers carry copies of the JSON files. Returns the config that was written, which names the files.
+    """
+    config = replace(
+        config,
+        weights=INDEX if len(split(tensors, shard_bytes)) > 1 else WEIGHTS,
+        calibration=None if calibration is None else CALIBRATION,
+        selfcheck=None if selfcheck is None else SELFCHECK,
+    )
+    files = {CONFIG: config, CALIBRATION: calibration, SELFCHECK: selfcheck}
+    plain = {name: to_json(value) for name, value in files.items() if value is not None}
+    for name, value in plain.items():
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    save_weights(folder, tensors, {HEADER_KEYS[name]: json.dumps(value) for name, value in plain.items()}, shard_bytes)
     write_checksums(folder)
+    return config
 
 
 def write_checksums(folder: Path) -> None:
     """Write the sha256 of every file of the package."""
-    digests = {name: file_digest(folder / name) for name in (CONFIG, WEIGHTS, CARD) if (folder / name).exists()}
+    digests = {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.name != CHECKSUMS}
     (folder / CHECKSUMS).write_text(json.dumps({"sha256": digests}, indent=2) + "\n", encoding="utf-8")
 
 

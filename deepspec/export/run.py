@@ -7,25 +7,38 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from deepspec.export.calibrate import Calibrated, CalibrationMaterial, calibrate
 from deepspec.export.card import Origin, card_text, report_text
 from deepspec.export.compare import wide_states
+from deepspec.export.material import spread
 from deepspec.export.package import native_package, staged, write_checksums, write_package
 from deepspec.export.quantise import Formats, balance
+from deepspec.export.shards import SHARD_BYTES
 from deepspec.export.sizes import part_sizes
 from deepspec.export.verify import Material, Verification, refuse, verify
+from deepspec.inference.assemble import assemble
 from deepspec.inference.decoder import DecodingTarget
 from deepspec.inference.package import load_package
-from deepspec.inference.package_checks import BindableTarget
+from deepspec.inference.package_checks import BindableTarget, check_target
 from deepspec.inference.package_config import CARD
+from deepspec.inference.package_embeddings import embedding_tensors
 from deepspec.inference.profiles import PROFILES
+from deepspec.inference.selfcheck import SelfCheck, make_selfcheck
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from torch import Tensor
+
     from deepspec.contracts import TargetInfo
     from deepspec.drafters.base import Drafter, DrafterConfig
+    from deepspec.inference.calibration import Calibration
+    from deepspec.inference.package_config import PackageConfig
     from deepspec.inference.profiles import Profile
+
+CHECKED_PROMPTS = 4
+"""Prompts stored for the self-check at load, each of which costs a forward pass there."""
 
 
 class ExportTarget(BindableTarget, DecodingTarget, Protocol):
@@ -52,6 +65,9 @@ def export_package(
     profile: Profile,
     formats: Formats | None = None,
     template_options: Mapping[str, object] | None = None,
+    calibration: CalibrationMaterial | None = None,
+    include_embeddings: bool = False,
+    shard_bytes: int = SHARD_BYTES,
     max_length_change: float = 0.01,
     force: bool = False,
     origin: Origin | None = None,
@@ -68,6 +84,9 @@ def export_package(
         profile: Number formats.
         formats: What bends the profile.
         template_options: Variables of the chat template that the drafter was trained with.
+        calibration: What the confidence head is calibrated on; None leaves it as trained.
+        include_embeddings: Put copies of the target's embedding and head into the package.
+        shard_bytes: Largest file of weights.
         max_length_change: Largest relative loss of accepted length.
         force: Write the package although its verification failed.
         origin: For the card.
@@ -76,24 +95,73 @@ def export_package(
         VerificationError: The package strays from the drafter; nothing is left under ``out``.
         PackageError: The target is not the one trained with.
     """
-    spec, formats = PROFILES[profile], formats or Formats()
-    if spec.parts:
+    formats = formats or Formats()
+    if PROFILES[profile].parts:
         balance(drafter)
-    measured = formats.overflow == "bf16" and spec.dtype == "float16"
-    wide = wide_states(drafter.eval(), target, material, torch.float16) if measured else ()
     config, tensors = native_package(
-        drafter, drafter_config, trained_with, profile, template_options, formats=formats, wide_states=wide
+        drafter,
+        drafter_config,
+        trained_with,
+        profile,
+        template_options,
+        formats=formats,
+        wide_states=_wide(drafter, target, material, profile, formats),
+        include_embeddings=include_embeddings,
     )
     sizes = part_sizes(drafter.state_dict(), tensors)
     with staged(out) as folder:
-        write_package(folder, config, tensors)
-        packaged = load_package(folder, target, dtype=torch.float32)
+        said = _beside(config, drafter_config, tensors, target, material, calibration)
+        config = write_package(folder, config, tensors, said.calibration, said.selfcheck, shard_bytes=shard_bytes)
+        packaged = load_package(folder, target, dtype=torch.float32, self_check=True)
         verification = verify(
             drafter.eval(), packaged, target, material, config=config, max_length_change=max_length_change
         )
         refuse(verification, force=force)
-        forced = bool(verification.problems)
-        card = card_text(config, verification, sizes, origin or Origin(), forced=forced)
+        card = card_text(
+            config,
+            verification,
+            sizes,
+            origin or Origin(),
+            forced=bool(verification.problems),
+            calibrated=said.calibrated,
+        )
         (folder / CARD).write_text(card, encoding="utf-8")
         write_checksums(folder)
-    return Exported(out, verification, report_text(config, verification, sizes))
+    return Exported(out, verification, report_text(config, verification, sizes, said.calibration))
+
+
+def _wide(
+    drafter: Drafter, target: ExportTarget, material: Material, profile: Profile, formats: Formats
+) -> tuple[str, ...]:
+    """Return the modules whose states are beyond fp16, where the package is to say so."""
+    measured = formats.overflow == "bf16" and PROFILES[profile].dtype == "float16"
+    return wide_states(drafter.eval(), target, material, torch.float16) if measured else ()
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What goes into a package beside its weights, measured with the drafter that those make."""
+
+    calibrated: Calibrated | None
+    selfcheck: SelfCheck | None
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return None if self.calibrated is None else self.calibrated.calibration
+
+
+def _beside(
+    config: PackageConfig,
+    drafter_config: DrafterConfig,
+    tensors: Mapping[str, Tensor],
+    target: ExportTarget,
+    material: Material,
+    calibration: CalibrationMaterial | None,
+) -> _Beside:
+    check_target(config.target, target)
+    own = {name: tensor for name, tensor in tensors.items() if name not in embedding_tensors(config)}
+    packaged = assemble(config, drafter_config, own, target.head, dtype=torch.float32)
+    calibrated = None if calibration is None else calibrate(packaged, target, calibration)
+    prompts = material.prompts or [sample.input_ids for sample in material.samples if len(sample.input_ids)]
+    chosen = spread(prompts, CHECKED_PROMPTS)
+    return _Beside(calibrated, make_selfcheck(packaged, target, chosen) if chosen else None)

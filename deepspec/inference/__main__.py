@@ -11,18 +11,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspec.errors import EXIT_FAILURE, EXIT_OK, DeepSpecError, TargetError, UserError
+from deepspec.errors import EXIT_FAILURE, EXIT_OK, DeepSpecError, UserError
 from deepspec.log import emit, printable, setup_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    import torch
-
-    from deepspec.drafters.base import Drafter
+    from deepspec.inference.api import Answer, TextModel
     from deepspec.inference.decoder import Generation
-    from deepspec.inference.proposers import Proposer
-    from deepspec.targets.target import Target
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -54,6 +50,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--plain", action="store_true", help="decode without drafting")
     p.add_argument("--prompt-lookup", action="store_true", help="draft by repeating the text so far")
     p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="print the answer as it is decoded (default on a terminal, without --json)",
+    )
+    p.add_argument(
+        "--self-check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draft the package's stored prompts anew before the answer, and refuse it where they differ (default)",
+    )
     p.add_argument("--dtype", choices=DTYPES, help="precision; fp32 on CPU and the checkpoint's own on CUDA by default")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--threads", type=int, help="CPU threads")
@@ -78,25 +85,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     import torch
 
-    from deepspec.inference.accelerate import accelerate
-    from deepspec.inference.decoder import SpeculativeDecoder
     from deepspec.inference.sampling import SamplerSettings
 
     _check(arguments)
-    device = _device(arguments.device)
-    options = _template_options(arguments)
     settings = SamplerSettings(arguments.temperature, arguments.seed, arguments.top_k, arguments.top_p)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    target = _load_target(arguments, device)
-    prompt_ids = _prompt_ids(arguments, target, options)
-    proposer, drafter = _proposer(arguments, target)
-    accelerate(target, drafter)
-    generation = SpeculativeDecoder(target, proposer).generate(
-        prompt_ids, arguments.max_new_tokens, settings, _stop_ids(target), arguments.gamma
+    model = _model(arguments)
+    asked: dict[str, Any] = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "settings": settings,
+        "gamma": arguments.gamma,
+        "raw": arguments.raw,
+    }
+    if _streams(arguments):
+        stream = model.stream(_prompt(arguments), **asked)
+        for piece in stream:
+            emit(printable(piece), end="")
+        emit(f"\n\n{_summary(stream.answer.generation)}")
+        return
+    answer = model.generate(_prompt(arguments), **asked)
+    emit(_json(answer) if arguments.json else f"{printable(answer.text)}\n\n{_summary(answer.generation)}")
+
+
+def _streams(arguments: argparse.Namespace) -> bool:
+    if arguments.stream is None:
+        return not arguments.json and sys.stdout.isatty()
+    return bool(arguments.stream)
+
+
+def _model(arguments: argparse.Namespace) -> TextModel:
+    """Return the target with what the arguments let draft for it."""
+    from deepspec.inference.accelerate import accelerate
+    from deepspec.inference.api import TextModel, load
+    from deepspec.inference.open_target import choose_device, open_target
+    from deepspec.inference.proposers import PlainProposer, PromptLookupProposer
+
+    options = _template_options(arguments)
+    target = open_target(arguments.target, choose_device(arguments.device), arguments.dtype)
+    if arguments.plain or arguments.prompt_lookup:
+        lookup = PromptLookupProposer(target.info.vocab_size, arguments.gamma or 5)
+        accelerate(target)
+        return TextModel(target, PlainProposer() if arguments.plain else lookup, options)
+    return load(
+        arguments.package,
+        target,
+        template_options=options,
+        confidence_threshold=arguments.confidence_threshold,
+        self_check=arguments.self_check,
     )
-    text = target.tokenizer.decode(generation.tokens, skip_special_tokens=True)
-    emit(_json(text, generation) if arguments.json else f"{printable(text)}\n\n{_summary(generation)}")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -106,23 +143,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("name a package folder, or decode without one by --plain or --prompt-lookup")
     if arguments.threads is not None and arguments.threads < 1:
         raise UserError(f"--threads={arguments.threads} must be 1 or more")
+    if arguments.json and arguments.stream:
+        raise UserError("--json prints one object at the end: leave out --stream, or --json")
     if arguments.raw and (arguments.system or arguments.template_option):
         raise UserError("--raw uses no chat template: leave out --system and --template-option, or --raw")
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"--device {name}: is no device; use auto, cpu or cuda") from error
-    found = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0)
-    if (device.index or 0) >= found:
-        raise UserError(f"--device {name}: PyTorch finds {found} of that kind on this machine; use another, or auto")
-    return device
 
 
 def _template_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -141,61 +165,12 @@ def _template_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _load_target(arguments: argparse.Namespace, device: torch.device) -> Target:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as hf_logging
-
-    from deepspec.targets.target import Target
-
-    hf_logging.disable_progress_bar()
-    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = names.get(arguments.dtype or "", torch.float32 if device.type == "cpu" else "auto")
-    path = Path(arguments.target).expanduser()
-    name = str(path) if path.is_dir() else arguments.target
-    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise TargetError(f"--target {name}: no such folder")
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TargetError(f"--target {arguments.target}: {reason}") from error
-    return Target(model.to(device), tokenizer, name=path.name)
-
-
-def _prompt_ids(arguments: argparse.Namespace, target: Target, options: Mapping[str, Any]) -> list[int]:
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    if arguments.raw:
-        return list(target.tokenizer(prompt)["input_ids"])
-    if not getattr(target.tokenizer, "chat_template", None):
-        raise TargetError(
-            f"--target {arguments.target} has no chat template; use --raw to continue the prompt as it is"
-        )
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    messages.append({"role": "user", "content": prompt})
-    try:
-        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    except Exception as error:  # a template raises whatever it likes
-        raise UserError(f"the chat template of --target {arguments.target} refuses the prompt: {error}") from error
-    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _stop_ids(target: Target) -> set[int]:
-    own = target.tokenizer.eos_token_id
-    return set(target.info.eos_token_ids) | (set() if own is None else {own})
-
-
-def _proposer(arguments: argparse.Namespace, target: Target) -> tuple[Proposer, Drafter | None]:
-    from deepspec.inference.package import load_package
-    from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptLookupProposer
-
-    if arguments.plain:
-        return PlainProposer(), None
-    if arguments.prompt_lookup:
-        return PromptLookupProposer(target.info.vocab_size, arguments.gamma or 5), None
-    drafter = load_package(arguments.package, target)
-    return DrafterProposer(drafter, arguments.confidence_threshold), drafter
+def _prompt(arguments: argparse.Namespace) -> str | list[dict[str, str]]:
+    """Return what the target is to answer; ``-`` is what comes from standard input."""
+    prompt: str = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if arguments.raw or not arguments.system:
+        return prompt
+    return [{"role": "system", "content": arguments.system}, {"role": "user", "content": prompt}]
 
 
 def _summary(generation: Generation) -> str:
@@ -206,9 +181,10 @@ def _summary(generation: Generation) -> str:
     )
 
 
-def _json(text: str, generation: Generation) -> str:
+def _json(answer: Answer) -> str:
+    generation = answer.generation
     facts: dict[str, Any] = {
-        "text": text,
+        "text": answer.text,
         "tokens": generation.tokens,
         "accepted_length": generation.accepted_length if generation.rounds else None,
         "tokens_per_second": len(generation.tokens) / generation.seconds,

@@ -20,7 +20,7 @@ from deepspec.inference.accept import verify_greedy, verify_sampled
 from deepspec.inference.sampling import Sampler, SamplerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Generator, Sequence
 
     from torch import Tensor
 
@@ -139,7 +139,6 @@ class SpeculativeDecoder:
         self.target = target
         self.proposer = proposer
 
-    @torch.inference_mode()
     def generate(
         self,
         prompt_ids: Sequence[int],
@@ -159,16 +158,44 @@ class SpeculativeDecoder:
             gamma: drafted tokens of a round, at most the proposer's own, which is the default.
             on_tokens: called with the newly committed tokens after each round.
         """
+        rounds = self.rounds(prompt_ids, max_new_tokens, settings, stop_ids, gamma)
+        while True:
+            try:
+                new = next(rounds)
+            except StopIteration as end:
+                generation: Generation = end.value
+                return generation
+            if on_tokens is not None:
+                on_tokens(new)
+
+    def rounds(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        settings: SamplerSettings | None = None,
+        stop_ids: Collection[int] = (),
+        gamma: int | None = None,
+    ) -> Generator[list[int], None, Generation]:
+        """Check the arguments, those of ``generate``, and return a generator of the newly committed tokens.
+
+        It yields those of the prefill and of each round, when they are wanted, and returns the whole generation. The
+        proposer follows one text at a time: a text that another one interrupts cannot go on.
+        """
         self._check(prompt_ids, max_new_tokens, gamma)
-        start = time.perf_counter()
         gamma = self.proposer.gamma if gamma is None else gamma
-        text = self._prefill(prompt_ids, max_new_tokens, settings or SamplerSettings(), frozenset(stop_ids), gamma)
+        return self._rounds(prompt_ids, max_new_tokens, settings or SamplerSettings(), frozenset(stop_ids), gamma)
+
+    @torch.inference_mode()
+    def _rounds(
+        self, prompt_ids: Sequence[int], room: int, settings: SamplerSettings, stop_ids: frozenset[int], gamma: int
+    ) -> Generator[list[int], None, Generation]:
+        start = time.perf_counter()
+        text = self._prefill(prompt_ids, room, settings, stop_ids, gamma)
         prefill_seconds = time.perf_counter() - start
         told = 0
         while True:
-            if on_tokens is not None:
-                on_tokens(text.tokens[told:])
-                told = len(text.tokens)
+            yield text.tokens[told:]
+            told = len(text.tokens)
             if text.finished:
                 break
             self._round(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,18 +22,18 @@ from deepspec.errors import PackageError
 from deepspec.inference.package_config import (
     CHECKSUMS,
     CONFIG,
-    HEADER_KEY,
+    HEADER_KEYS,
     OFFSETS,
     WEIGHTS,
     PackageConfig,
-    read_json,
-    to_json,
 )
+from deepspec.inference.package_embeddings import embedding_tensors
 from deepspec.inference.profiles import SCALE, SCHEMES, matrices, membership_problems, width_problems
+from deepspec.inference.strict_json import read_json, to_json
 from deepspec.nn.vocabulary import id_problems, target_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from deepspec.contracts import TargetInfo
     from deepspec.drafters.base import Drafter, DrafterConfig
     from deepspec.nn.head import FrozenHead
+
+MAX_CHANGES = 8  # told of one file
 
 REVISION = ("fingerprint", "max_position_embeddings", "rope_parameters")
 """What another revision of the same target may change; it is refused unless the caller allows it."""
@@ -73,22 +76,29 @@ class BindableTarget(Protocol):
         ...
 
 
-def check_files(folder: Path) -> None:
-    """Compare every file of the package with its checksum; names must stay inside the folder."""
+def check_files(folder: Path) -> tuple[str, ...]:
+    """Compare every file that has a checksum with it, and return their names, which stay inside the folder."""
     if not folder.is_dir():
         raise PackageError(f"{folder} is not a folder; give a package that deepspec.export has written")
     stated = read_json(folder, CHECKSUMS)
     files = stated.get("sha256")
     if set(stated) != {"sha256"} or not isinstance(files, dict):
         raise PackageError(f"{folder / CHECKSUMS} must hold one object, sha256")
-    for name in (CONFIG, WEIGHTS):
-        if name not in files:
-            raise PackageError(f"{folder / CHECKSUMS} has no checksum of {name}")
     for name, digest in files.items():
         check_inside(folder, name, CHECKSUMS)
         found = file_digest(folder / name)
         if found != digest:
             raise PackageError(f"{folder / name} is damaged or was changed: sha256 {found}, {CHECKSUMS} says {digest}")
+    return tuple(files)
+
+
+def check_named(folder: Path, checked: Collection[str], needed: Collection[str]) -> None:
+    """Refuse a package with a file that was not compared with a checksum."""
+    for name in needed:
+        if not (folder / name).is_file():
+            raise PackageError(f"{folder / name} is missing, and the package says that it has one")
+        if name not in checked:
+            raise PackageError(f"{folder / CHECKSUMS} has no checksum of {name}")
 
 
 def file_digest(path: Path) -> str:
@@ -121,23 +131,38 @@ def check_target(
         )
 
 
-def check_header(config: PackageConfig, metadata: Mapping[str, str], path: Path) -> None:
-    """Compare the config with its copy in the weights' header, key by key."""
+def check_headers(files: Mapping[str, Any], found: Iterable[tuple[Path, Mapping[str, str]]]) -> None:
+    """Compare the JSON files of a package with their copies in the headers of the weights, key by key.
+
+    Args:
+        files: What was read of each (a dataclass), or None where the package has no such file.
+        found: Each file of weights with its header's metadata.
+    """
+    for path, metadata in found:
+        for name, value in files.items():
+            _check_copy(name, None if value is None else to_json(value), metadata.get(HEADER_KEYS[name]), path)
+
+
+def _check_copy(name: str, value: dict[str, Any] | None, text: str | None, path: Path) -> None:
     try:
-        copy = json.loads(metadata[HEADER_KEY])
-    except (KeyError, ValueError, RecursionError) as error:
-        raise PackageError(f"{path}: the header does not hold the package's config ({HEADER_KEY})") from error
-    changed = list(_changes(to_json(config), copy))
+        copy = None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PackageError(f"{path}: the header's copy of {name} cannot be read: {error}") from error
+    if (value is None) != (copy is None):
+        raise PackageError(
+            f"{path}: the header {'lacks' if copy is None else 'holds'} a copy of {name}; the config does not say so"
+        )
+    changed = list(islice(_changes(value, copy), MAX_CHANGES))
     if changed:
         raise PackageError(
-            f"{CONFIG} was changed after the weights were written, their header disagrees: " + "; ".join(changed)
+            f"{name} was changed after the weights were written, their header disagrees: " + "; ".join(changed)
         )
 
 
 def check_tensors(config: PackageConfig, drafter_config: DrafterConfig, found: Mapping[str, TensorKind]) -> None:
-    """Compare the tensors of the file with those that the config needs; nothing is loaded for it."""
+    """Compare the tensors of the files with those that the config needs; nothing is loaded for it."""
     check_num_layers(config.drafter, found, CONFIG)
-    problems = tensor_problems(expected_tensors(config, drafter_config), found)
+    problems = tensor_problems(expected_tensors(config, drafter_config) | embedding_tensors(config), found)
     if problems:
         raise PackageError("\n".join(f"{WEIGHTS}: {problem}" for problem in problems))
 
@@ -151,7 +176,7 @@ def check_vocabulary(config: PackageConfig, tensors: Mapping[str, Tensor]) -> No
 
 
 def expected_tensors(config: PackageConfig, drafter_config: DrafterConfig) -> dict[str, TensorKind]:
-    """Return shape and type of every tensor that the package must hold, from its config alone."""
+    """Return shape and type of every tensor of the drafter that the package must hold, from its config alone."""
     with torch.device("meta"):
         drafter = build_drafter(config, drafter_config)
     state = drafter.state_dict()
@@ -191,6 +216,9 @@ def _changes(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in sorted({*ours, *theirs}):
             yield from _changes(ours.get(key), theirs.get(key), f"{where}.{key}" if where else key)
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for index, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from _changes(own, other, f"{where}[{index}]")
     elif ours != theirs or type(ours) is not type(theirs):
         yield f"{where} is {ours!r}, was {theirs!r}"
 

@@ -8,11 +8,9 @@ leaves a field out is refused, because a guess would load and then draft nonsens
 from __future__ import annotations
 
 import json
-import math
-import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from deepspec.contracts import BlockLayout, Conventions, TargetInfo
 from deepspec.errors import ConfigError, PackageError
@@ -25,6 +23,7 @@ from deepspec.inference.profiles import (
     QuantisedGroup,
     quantisation_problems,
 )
+from deepspec.inference.strict_json import build, read_json
 from deepspec.targets.layers import validate_layer_ids
 
 if TYPE_CHECKING:
@@ -34,14 +33,16 @@ FORMAT = "deepspec-package"
 VERSION = 2
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CALIBRATION = "calibration.json"
+SELFCHECK = "selfcheck.json"
 CHECKSUMS = "checksums.json"
 CARD = "card.md"
-HEADER_KEY = "deepspec_config"
-"""Key of the copy of ``config.json`` in the header of the weights: neither can be changed without the other."""
+HEADER_KEYS = {CONFIG: "deepspec_config", CALIBRATION: "deepspec_calibration", SELFCHECK: "deepspec_selfcheck"}
+"""Keys of the copies of these files in the header of the weights: neither can be changed without the other."""
 DRAFT_SIZE = "draft_vocab_size"
 """Key of a drafter's configuration for a reduced vocabulary; null, or no such key, is the target's whole one."""
 OFFSETS = "d2t"  # the tensor of a reduced vocabulary
-MAX_CONFIG_BYTES = 1 << 20
 
 MEANINGS = {
     "target_layer_ids": "k is the output of decoder layer k of the target, counted from 0, before the final norm; "
@@ -59,13 +60,26 @@ MEANINGS = {
     "draft_vocab_size": "tokens that can be proposed. Where they are fewer than vocab_size, tensor d2t (int64) holds "
     "offsets: target id = draft id + d2t[draft id]; markov_w2 has a row for each draft id, and all other token ids are "
     "the target's",
-    "embeddings": "embedding and head are the target's own, with its scales and soft-cap; they are not stored here",
+    "embeddings": "embedding and head are the target's own, with its scales and soft-cap. stored_embeddings null: they "
+    "are not in the package. Otherwise copies of their rows are, for other software: embed_tokens.weight [vocab_size, "
+    "hidden_size]; lm_head.weight of that shape unless tied, where the embedding is the head too; lm_head.bias "
+    "[vocab_size] with head_bias",
+    "calibration": "null, or a file with one temperature a drafted slot: the chance that a block is kept up to slot j "
+    "is the product over i <= j of sigmoid(logit_i / temperature_i), with the confidence head's logits",
+    "selfcheck": "null, or a file of prompts with the tokens that the drafter proposes greedily behind each",
+    "weights": "the file of the tensors, or the index of the files that they are spread over",
     **FORMAT_MEANINGS,
     "template_options": "variables that the chat template of the target was given, beside the messages, wherever the "
     "drafter was trained",
 }
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class StoredEmbeddings:
+    """Which copies of the target's embedding and head are in the package."""
+
+    tied: bool  # the embedding is the head too, and is there once
+    head_bias: bool
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,10 @@ class PackageConfig:
     draft_vocab_size: int
     hidden_size: int
     embeddings: Literal["target"]
+    stored_embeddings: StoredEmbeddings | None
+    weights: Literal["model.safetensors", "model.safetensors.index.json"]
+    calibration: Literal["calibration.json"] | None
+    selfcheck: Literal["selfcheck.json"] | None
     template_options: Mapping[str, object]
     meanings: Mapping[str, object]
     quantisation: Mapping[Part, QuantisedGroup]
@@ -127,8 +145,12 @@ def make_config(
     template_options: Mapping[str, object] | None = None,
     quantisation: Mapping[Part, QuantisedGroup] | None = None,
     bfloat16: Bfloat16 | None = None,
+    stored_embeddings: StoredEmbeddings | None = None,
 ) -> PackageConfig:
-    """Build the config of a native package from what the drafter and its target say."""
+    """Build the config of a native package from what the drafter and its target say.
+
+    Of the files beside it, it names one file of weights alone; who writes others names them.
+    """
     values: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -144,6 +166,10 @@ def make_config(
         "draft_vocab_size": drafter.get(DRAFT_SIZE) or target.vocab_size,
         "hidden_size": target.hidden_size,
         "embeddings": "target",
+        "stored_embeddings": None if stored_embeddings is None else asdict(stored_embeddings),
+        "weights": WEIGHTS,
+        "calibration": None,
+        "selfcheck": None,
         "template_options": dict(template_options or {}),
         "meanings": MEANINGS,
         "quantisation": {part: asdict(group) for part, group in (quantisation or {}).items()},
@@ -154,10 +180,10 @@ def make_config(
     return parse_config(json.loads(json.dumps({f.name: values[f.name] for f in fields(PackageConfig)})))
 
 
-def to_json(config: PackageConfig) -> dict[str, Any]:
-    """Return the config as JSON values."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    return plain
+def beside(config: PackageConfig) -> tuple[str, ...]:
+    """Return the names of the files beside the weights that ``config`` speaks of."""
+    index = config.weights if config.weights == INDEX else None
+    return tuple(name for name in (index, config.calibration, config.selfcheck) if name is not None)
 
 
 def read_config(folder: Path) -> PackageConfig:
@@ -169,22 +195,6 @@ def read_config(folder: Path) -> PackageConfig:
     return parse_config(read_json(folder, CONFIG))
 
 
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Read a small JSON object of a package."""
-    path = folder / name
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise PackageError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes; a package's {name} never is")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise PackageError(f"{path} is missing; give a folder that deepspec.export has written") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise PackageError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise PackageError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
 def parse_config(values: Mapping[str, Any]) -> PackageConfig:
     """Turn JSON values into a config that obeys every rule."""
     found = (values.get("format"), values.get("version"))
@@ -193,7 +203,7 @@ def parse_config(values: Mapping[str, Any]) -> PackageConfig:
             f"{CONFIG}: format {found[0]!r} version {found[1]!r} cannot be read; "
             f"this program reads {FORMAT!r} version {VERSION}"
         )
-    config = _build(PackageConfig, values, "")
+    config = build(PackageConfig, values, CONFIG)
     problems = config_problems(config)
     if problems:
         raise PackageError("\n".join(f"{CONFIG}: {problem}" for problem in problems))
@@ -263,54 +273,3 @@ def _dtype_problems(config: PackageConfig) -> list[str]:
         for name in config.bfloat16.tensors
         if name in config.groups
     ]
-
-
-def _build(cls: type[T], values: object, where: str) -> T:
-    """Build a dataclass from JSON values: no key may be missing, unknown, null or of another type than declared."""
-    if not isinstance(values, Mapping):
-        raise PackageError(f"{CONFIG}: {where.rstrip('.')} must be an object, not {values!r}")
-    hints = get_type_hints(cls, localns={"Mapping": Mapping})
-    missing = [where + name for name in hints if name not in values]
-    unknown = [where + str(name) for name in values if name not in hints]
-    if missing or unknown:
-        parts = [f"lacks {', '.join(missing)}"] if missing else []
-        parts += [f"has unknown keys {', '.join(unknown)}"] if unknown else []
-        raise PackageError(f"{CONFIG} {' and '.join(parts)}; a package says everything, nothing is guessed")
-    return cls(**{name: _convert(values[name], hint, where + name) for name, hint in hints.items()})
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is types.UnionType:  # of one type with None
-        return None if value is None else _convert(value, arguments[0], where)
-    if origin is Literal:
-        return _choice(value, arguments, where)
-    if isinstance(hint, type) and is_dataclass(hint):
-        return _build(hint, value, where + ".")
-    if origin is tuple and isinstance(value, list):
-        return tuple(_convert(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(value))
-    if origin is Mapping and isinstance(value, Mapping):
-        return _mapping(value, arguments, where)
-    if _is_plain(value, hint):
-        return hint(value)
-    raise PackageError(f"{CONFIG}: {where}={value!r} must be of type {getattr(hint, '__name__', hint)}")
-
-
-def _mapping(value: Mapping[str, Any], arguments: tuple[Any, Any], where: str) -> dict[str, Any]:
-    """Convert the values of an object, where they are dataclasses; else they are plain JSON."""
-    key, item = arguments
-    if not is_dataclass(item):
-        return dict(value)
-    return {_convert(name, key, where): _convert(found, item, f"{where}.{name}") for name, found in value.items()}
-
-
-def _choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
-    if any(type(value) is type(choice) and value == choice for choice in choices):
-        return value
-    raise PackageError(f"{CONFIG}: {where}={value!r} must be {' or '.join(map(repr, choices))}")
-
-
-def _is_plain(value: object, hint: Any) -> bool:
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return type(value) is hint

@@ -13,6 +13,10 @@ from deepspec.contracts import Proposal
 from deepspec.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
     from deepspec.contracts import Committed
     from deepspec.drafters.base import Drafter
     from deepspec.inference.sampling import Sampler
@@ -105,7 +109,8 @@ class DrafterProposer:
     """Lets a trained drafter propose.
 
     With a ``confidence_threshold`` a block ends before the first slot that is less likely to be kept: the product of
-    the confidences up to it (DSpark's survival probability, section 3.2). The confidence of a slot is known before its
+    the confidences up to it (DSpark's survival probability, section 3.2). Where the drafter was calibrated, each slot's
+    log-odds are divided by the slot's temperature first. The confidence of a slot is known before its
     token is drawn (it depends on the features and on earlier tokens only), so that stopping there leaves the output's
     distribution as it is; stopping by anything that depends on the token itself would not.
     """
@@ -115,6 +120,7 @@ class DrafterProposer:
         self.layer_ids = drafter.taps
         self._drafter = drafter
         self._threshold = confidence_threshold
+        self._temperatures = drafter.confidence_temperatures
         self._state: Any = None
 
     def start(self, max_length: int) -> None:
@@ -130,9 +136,20 @@ class DrafterProposer:
         proposal = self._drafter.propose(self._state, anchor, num_tokens, sampler)
         if self._threshold is None:
             return proposal
-        if proposal.confidence is None:
+        if proposal.confidence_logits is None:
             raise UserError(
                 f"confidence_threshold is {self._threshold}, but this drafter has no confidence head; leave it out"
             )
-        sure = int((proposal.confidence.cumprod(dim=0) >= self._threshold).sum())  # the products fall
-        return Proposal(proposal.tokens[:sure], proposal.probabilities[:sure], proposal.confidence[:sure])
+        survival = survival_chances(proposal.confidence_logits, self._temperatures)
+        sure = int((survival >= self._threshold).sum())  # the products fall
+        return Proposal(proposal.tokens[:sure], proposal.probabilities[:sure], proposal.confidence_logits[:sure])
+
+
+def survival_chances(logits: Tensor, temperatures: Sequence[float] | None = None) -> Tensor:
+    """Return the chances [..., k] that all slots up to each one are kept, from the log-odds [..., k] of each.
+
+    ``temperatures`` are those of a block's slots, at least k of them; None leaves the log-odds as they are.
+    """
+    if temperatures is not None:
+        logits = logits / logits.new_tensor(temperatures[: logits.shape[-1]])
+    return logits.sigmoid().cumprod(dim=-1)

@@ -159,5 +159,5 @@ def _sample(drafter: BlockDrafter, states: Tensor, anchor: int, sampler: TokenSa
         tokens.append(previous)
         probabilities.append(distribution)
     q = torch.stack(probabilities)
-    confidence = drafter.confidence(states, bias)
-    return Proposal(torch.stack(tokens), q if vocabulary is None else vocabulary.spread(q), confidence)
+    odds = drafter.confidence_logits(states, bias)
+    return Proposal(torch.stack(tokens), q if vocabulary is None else vocabulary.spread(q), odds)

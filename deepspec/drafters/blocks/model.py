@@ -159,6 +159,6 @@ class BlockDrafter(Drafter):
         """Return what makes the tokens of one block, of ``states`` [k, D], depend on each other; None: they do not."""
         return None
 
-    def confidence(self, states: Tensor, bias: TokenBias | None) -> Tensor | None:  # noqa: ARG002 - for subclasses
-        """Return the chance [k] that each drafted token is accepted, or None."""
+    def confidence_logits(self, states: Tensor, bias: TokenBias | None) -> Tensor | None:  # noqa: ARG002 - subclasses
+        """Return the log-odds [k] that each drafted token is accepted, or None."""
         return None

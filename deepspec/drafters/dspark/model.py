@@ -79,13 +79,19 @@ class DSparkDrafter(BlockDrafter):
         """Return the Markov head's bias along one block, of ``states`` [k, D]."""
         return None if self.markov_head is None else BlockBias(self.markov_head, states)
 
-    def confidence(self, states: Tensor, bias: TokenBias | None) -> Tensor | None:
-        """Return the chance [k] that each drafted token is accepted, or None without a confidence head."""
+    @property
+    def predicts_acceptance(self) -> bool:
+        """Whether there is a confidence head."""
+        return self.confidence_head is not None
+
+    def confidence_logits(self, states: Tensor, bias: TokenBias | None) -> Tensor | None:
+        """Return the log-odds [k] that each drafted token is accepted, or None without a confidence head."""
         if self.confidence_head is None:
             return None
         seen = isinstance(bias, BlockBias) and self.config.confidence_sees_markov
         embeddings = torch.stack(bias.embeddings) if seen and isinstance(bias, BlockBias) else None
-        return self.confidence_head(states, embeddings).float().sigmoid()
+        logits: Tensor = self.confidence_head(states, embeddings).float()
+        return logits
 
     def _draft_loss(
         self,

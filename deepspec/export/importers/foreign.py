@@ -16,7 +16,8 @@ from deepspec.export.layouts.common import D2T, EMBEDDING, HEAD, T2D, in_draft
 from deepspec.export.layouts.compressed import restore
 from deepspec.export.layouts.mtp import ARCHITECTURE, layer_prefix, ours
 from deepspec.export.layouts.write import read_weights
-from deepspec.inference.package_config import CONFIG, read_json
+from deepspec.inference.package_config import CONFIG
+from deepspec.inference.strict_json import read_json
 from deepspec.nn.vocabulary import id_problems, target_ids
 from deepspec.targets.layers import read_taps
 

@@ -19,7 +19,8 @@ from deepspec.export.importers.structure import check_against, drafter_config
 from deepspec.export.package import staged
 from deepspec.inference.package import load_package
 from deepspec.inference.package_checks import BindableTarget
-from deepspec.inference.package_config import CONFIG, FORMAT, read_config, read_json
+from deepspec.inference.package_config import CONFIG, FORMAT, read_config
+from deepspec.inference.strict_json import read_json
 from deepspec.nn.vocabulary import target_ids
 from deepspec.targets.layers import validate_layer_ids
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import deepspec
 from deepspec.evaluation.markup import markdown_text
-from deepspec.export.card import Origin, table
+from deepspec.export.card import Origin
 from deepspec.export.layouts.serving import Command, read_served, sglang, vllm
+from deepspec.export.table import table
 from deepspec.export.verify import verification_rows
 from deepspec.log import printable
 

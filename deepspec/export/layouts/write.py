@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
-
 from deepspec.drafters.files import check_inside, read_header, read_tensors
 from deepspec.errors import PackageError
 from deepspec.export.conformance.check import Report, check, check_values
 from deepspec.export.conformance.folder import Folder
+from deepspec.export.shards import SHARD_BYTES, save_weights
 from deepspec.inference.package_checks import file_digest
-from deepspec.inference.package_config import CHECKSUMS, CONFIG, WEIGHTS, read_json
+from deepspec.inference.package_config import CHECKSUMS, CONFIG, INDEX, WEIGHTS
+from deepspec.inference.strict_json import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -24,44 +23,12 @@ if TYPE_CHECKING:
     from deepspec.drafters.files import TensorKind
     from deepspec.export.layouts.common import LayoutFiles
 
-INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
-
 
 def write_files(folder: Path, files: LayoutFiles, shard_bytes: int = SHARD_BYTES) -> None:
     """Write config, weights and more JSON files into ``folder``; weights are sharded above ``shard_bytes``."""
     for name, value in {CONFIG: files.config, **files.extras}.items():
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    shards = split(files.tensors, shard_bytes)
-    if len(shards) == 1:
-        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
-        return
-    names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
-    index = {
-        "metadata": {"total_size": sum(size_of(t) for t in files.tensors.values())},
-        "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
-    }
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Distribute tensors, in their order, over shards of at most ``shard_bytes``, or of one tensor."""
-    shards: list[dict[str, Tensor]] = [{}]
-    used = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and used + size_of(tensor) > shard_bytes:
-            shards.append({})
-            used = 0
-        shards[-1][name] = tensor
-        used += size_of(tensor)
-    return shards
-
-
-def size_of(tensor: Tensor) -> int:
-    """Return a tensor's bytes."""
-    return tensor.numel() * tensor.element_size()
+    save_weights(folder, files.tensors, shard_bytes=shard_bytes)
 
 
 def write_checksums(folder: Path) -> None:

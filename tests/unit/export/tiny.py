@@ -14,7 +14,12 @@ from safetensors.torch import save_file
 from deepspec.contracts import Sample
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.export.package import native_package, staged, write_checksums, write_package
-from deepspec.inference.package_config import CONFIG, HEADER_KEY, WEIGHTS
+from deepspec.export.shards import SHARD_BYTES
+from deepspec.inference.assemble import assemble
+from deepspec.inference.calibration import Calibration
+from deepspec.inference.package_config import CONFIG, HEADER_KEYS, WEIGHTS
+from deepspec.inference.package_embeddings import embedding_tensors
+from deepspec.inference.selfcheck import SelfCheck, make_selfcheck
 from tests.helpers import tiny_target
 
 if TYPE_CHECKING:
@@ -54,14 +59,57 @@ def make_drafter(
 
 
 def make_package(
-    folder: Path, profile: Profile, target: Target | None = None, *, formats: Formats | None = None, **over: Any
+    folder: Path,
+    profile: Profile,
+    target: Target | None = None,
+    *,
+    formats: Formats | None = None,
+    include_embeddings: bool = False,
+    whole: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    **over: Any,
 ) -> Path:
-    """Write a package and return its folder."""
+    """Write a package and return its folder; a ``whole`` one has a calibration and a self-check."""
     target = target or make_target()
     drafter, config = make_drafter(target, **over)
+    made, tensors = native_package(
+        drafter, config, target.info, profile, formats=formats, include_embeddings=include_embeddings
+    )
+    calibration, selfcheck = None, None
+    if whole:
+        own = {name: tensor for name, tensor in tensors.items() if name not in embedding_tensors(made)}
+        selfcheck = tiny_selfcheck(assemble(made, config, own, target.head), target)
+        calibration = tiny_calibration(made.gamma)
     with staged(folder) as temporary:
-        write_package(temporary, *native_package(drafter, config, target.info, profile, formats=formats))
+        write_package(temporary, made, tensors, calibration, selfcheck, shard_bytes=shard_bytes)
     return folder
+
+
+def tiny_calibration(gamma: int) -> Calibration:
+    """Return a calibration whose numbers differ from slot to slot."""
+    rising = tuple(0.1 + 0.01 * j for j in range(gamma))
+    counts = tuple(90 - 10 * j for j in range(gamma))
+    return Calibration(
+        version=1,
+        temperatures=tuple(0.5 + 0.25 * j for j in range(gamma)),
+        rounds=counts,
+        kept=tuple(count // 2 for count in counts),
+        ece_before=rising,
+        ece_after=rising,
+        brier_before=rising,
+        brier_after=rising,
+        auc_before=(*rising[:-1], None),
+        auc_after=(*rising[:-1], None),
+        split="validation",
+        prompts=7,
+        decoding_temperature=0.0,
+        max_new_tokens=16,
+    )
+
+
+def tiny_selfcheck(drafter: Drafter, target: Target) -> SelfCheck:
+    """Return two stored prompts with what ``drafter`` proposes."""
+    return make_selfcheck(drafter, target, [list(range(5, 15)), [7, 7, 30]])
 
 
 def make_samples(count: int = 3, length: int = 40) -> list[Sample]:
@@ -100,7 +148,7 @@ def edit_tensors(
         metadata = file.metadata()
     edit(tensors)
     if header is not None:
-        metadata[HEADER_KEY] = json.dumps(header)
+        metadata[HEADER_KEYS[CONFIG]] = json.dumps(header)
     save_file({n: t.contiguous() for n, t in tensors.items()}, package / WEIGHTS, metadata=metadata)
     write_checksums(package)
 

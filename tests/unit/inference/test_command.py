@@ -69,9 +69,10 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str], mode: str) -> No
         (["--plain", "--raw", "--template-option", "a=1"], "--raw uses no chat template"),
         (["--plain", "--template-option", "a"], "--template-option a: must be KEY=VALUE"),
         (["--plain", "--template-option", "tokenize=true"], "refuses the prompt"),
-        (["--plain", "--device", "cud"], "--device cud: is no device"),
-        (["--plain", "--device", "cuda:99"], "--device cuda:99: PyTorch finds"),
-        (["--plain", "--device", "meta"], "--device meta: PyTorch finds 0"),
+        (["--plain", "--device", "cud"], "device cud: is no device"),
+        (["--plain", "--device", "cuda:99"], "device cuda:99: PyTorch finds"),
+        (["--plain", "--device", "meta"], "device meta: PyTorch finds 0"),
+        (["--plain", "--json", "--stream"], "--json prints one object"),
     ],
 )
 def test_mistakes_end_with_2(

@@ -167,16 +167,40 @@ def test_confidence_threshold_needs_a_confidence_head() -> None:
         decoder.generate([0], 5)
 
 
-@pytest.mark.parametrize(("threshold", "kept"), [(0.7, 0), (0.6, 1), (0.29, 2), (0.28, 2), (0.26, 3)])
+@pytest.mark.parametrize(("threshold", "kept"), [(0.7, 0), (0.59, 1), (0.29, 2), (0.28, 2), (0.26, 3)])
 def test_a_block_ends_where_the_product_of_confidences_falls_below_the_threshold(threshold: float, kept: int) -> None:
     """A slot counts only if all before it are kept: 0.6, 0.6 * 0.5, 0.6 * 0.5 * 0.9."""
-    confidence = torch.tensor([0.6, 0.5, 0.9])
-    drafter = Mock(conventions=Mock(gamma=3, target_layer_ids=()))
-    drafter.propose.return_value = Proposal(torch.tensor([4, 5, 6]), torch.eye(8)[4:7], confidence)
+    odds = torch.tensor([0.6, 0.5, 0.9]).logit()
+    drafter = Mock(conventions=Mock(gamma=3, target_layer_ids=()), confidence_temperatures=None)
+    drafter.propose.return_value = Proposal(torch.tensor([4, 5, 6]), torch.eye(8)[4:7], odds)
     proposal = DrafterProposer(drafter, threshold).propose(1, 3, _greedy())
     assert proposal is not None
     assert proposal.tokens.tolist() == [4, 5, 6][:kept]
     assert proposal.probabilities.shape == (kept, 8)
+
+
+@pytest.mark.parametrize(("threshold", "kept"), [(0.58, 0), (0.54, 1), (0.35, 1), (0.2, 2)])
+def test_temperatures_change_where_a_block_ends(threshold: float, kept: int) -> None:
+    """Log-odds 1 and -1 over temperatures 4 and 2: sigmoid(0.25) = 0.562, times sigmoid(-0.5) = 0.378 is 0.212."""
+    drafter = Mock(conventions=Mock(gamma=3, target_layer_ids=()), confidence_temperatures=(4.0, 2.0, 1.0))
+    drafter.propose.return_value = Proposal(torch.tensor([4, 5]), torch.eye(8)[4:6], torch.tensor([1.0, -1.0]))
+    proposal = DrafterProposer(drafter, threshold).propose(1, 2, _greedy())
+    assert proposal is not None
+    assert len(proposal.tokens) == kept
+
+
+def test_rounds_come_when_they_are_wanted() -> None:
+    torch.manual_seed(0)
+    target, drafter = ToyTarget(torch.randn(8, 8)), ToyDrafter(torch.randn(8, 8))
+    decoder = SpeculativeDecoder(target, DrafterProposer(drafter))  # type: ignore[arg-type]
+    whole = decoder.generate([0], 20)
+    rounds = decoder.rounds([0], 20)
+    steps = len(target.steps)
+    assert next(rounds) == whole.tokens[:1]
+    assert len(target.steps) == steps + 1, "the prefill alone"
+    assert [token for new in rounds for token in new] == whole.tokens[1:]
+    with pytest.raises(UserError, match="max_new_tokens"):
+        decoder.rounds([0], 0)
 
 
 def test_the_seed_fixes_the_output() -> None:

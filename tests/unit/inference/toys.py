@@ -58,6 +58,7 @@ class ToyDrafter:
         self.logits = logits
         self.conventions = SimpleNamespace(gamma=gamma, target_layer_ids=(0,))
         self.taps = (0,)
+        self.confidence_temperatures = None
         self.confidence = confidence  # [V], by the token before the slot
         self.positions: list[float] = []
 
@@ -82,7 +83,7 @@ class ToyDrafter:
             last = int(token)
             tokens.append(last)
             probabilities.append(q)
-        sure = None if self.confidence is None else torch.tensor(confidence)
+        sure = None if self.confidence is None else torch.tensor(confidence).logit()
         return Proposal(torch.tensor(tokens), torch.stack(probabilities), sure)
 
 
