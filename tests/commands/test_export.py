@@ -40,12 +40,9 @@ def test_each_profile_is_written_into_the_run_folder(export: Run, run_folder: Pa
     code, out, err = export(f"export.profile={profile}")
     assert code == 0, err
     folder = run_folder / f"package-{profile}"
-    assert sorted(p.name for p in folder.iterdir()) == ["card.md", "checksums.json", "config.json", "model.safetensors"]
-    assert set(json.loads((folder / "checksums.json").read_text())["sha256"]) == {
-        "card.md",
-        "config.json",
-        "model.safetensors",
-    }
+    files = {"card.md", "config.json", "model.safetensors", "calibration.json", "selfcheck.json"}
+    assert {p.name for p in folder.iterdir()} == files | {"checksums.json"}
+    assert set(json.loads((folder / "checksums.json").read_text())["sha256"]) == files
     for words in ("accepted length, greedy", "linears of the layers", f"package: {folder}"):
         assert words in out
     assert read_config(folder).profile == profile
