@@ -48,6 +48,15 @@ def test_each_profile_is_written_into_the_run_folder(export: Run, run_folder: Pa
     assert read_config(folder).profile == profile
 
 
+def test_keys_that_bend_a_profile_reach_the_package(export: Run, tmp_path: Path) -> None:
+    bent = ("export.qkv=16bit", "export.overflow=bf16", "export.verify_samples=2")
+    code, out, err = export(f"export.out={tmp_path / 'p'}", "export.profile=fp16_int8_full", *bent)
+    assert code == 0, err
+    assert set(read_config(tmp_path / "p").quantisation) == {"mlp", "layers", "fusion", "markov"}
+    assert "of which: copies left out" in out
+    assert "| tiny   | 2 " in out, "two samples of the one domain"
+
+
 def test_the_default_is_int8_and_loads(export: Run, run_folder: Path, tmp_path: Path) -> None:
     from deepspec.config.resolve import load_config
 
