@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspec.errors import EXIT_FAILURE, EXIT_OK, DeepSpecError, UserError
+from deepspec.inference.open_target import DTYPES, choose_device, open_target
 from deepspec.log import emit, printable, setup_logging
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from deepspec.inference.api import Answer, TextModel
     from deepspec.inference.decoder import Generation
-
-DTYPES = ("fp32", "bf16", "fp16")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,7 +117,6 @@ def _model(arguments: argparse.Namespace) -> TextModel:
     """Return the target with what the arguments let draft for it."""
     from deepspec.inference.accelerate import accelerate
     from deepspec.inference.api import TextModel, load
-    from deepspec.inference.open_target import choose_device, open_target
     from deepspec.inference.proposers import PlainProposer, PromptLookupProposer
 
     options = _template_options(arguments)

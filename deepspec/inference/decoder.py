@@ -178,8 +178,9 @@ class SpeculativeDecoder:
     ) -> Generator[list[int], None, Generation]:
         """Check the arguments, those of ``generate``, and return a generator of the newly committed tokens.
 
-        It yields those of the prefill and of each round, when they are wanted, and returns the whole generation. The
-        proposer follows one text at a time: a text that another one interrupts cannot go on.
+        It yields those of the prefill and of each round, when they are wanted, and returns the whole generation, whose
+        seconds are those of the clock, the reader's included. The proposer follows one text at a time: a text that
+        another one interrupts cannot go on.
         """
         self._check(prompt_ids, max_new_tokens, gamma)
         gamma = self.proposer.gamma if gamma is None else gamma

@@ -149,9 +149,7 @@ def _check_copy(name: str, value: dict[str, Any] | None, text: str | None, path:
     except (ValueError, RecursionError) as error:
         raise PackageError(f"{path}: the header's copy of {name} cannot be read: {error}") from error
     if (value is None) != (copy is None):
-        raise PackageError(
-            f"{path}: the header {'lacks' if copy is None else 'holds'} a copy of {name}; the config does not say so"
-        )
+        raise PackageError(f"{path}: {CONFIG} and the header disagree on whether there is a {name}")
     changed = list(islice(_changes(value, copy), MAX_CHANGES))
     if changed:
         raise PackageError(

@@ -18,7 +18,9 @@ from deepspec.inference.package_config import read_config
 from deepspec.targets.load import load_target
 
 Run = Callable[..., tuple[int, str, str]]
-QUICK = ("export.verify_prompts=2", "evaluate.max_new_tokens=6", "export.max_length_change=1")
+QUICK = (
+    "export.verify_prompts=2", "export.calibration_prompts=2", "evaluate.max_new_tokens=6", "export.max_length_change=1"
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -40,21 +42,12 @@ def test_each_profile_is_written_into_the_run_folder(export: Run, run_folder: Pa
     code, out, err = export(f"export.profile={profile}")
     assert code == 0, err
     folder = run_folder / f"package-{profile}"
-    files = {"card.md", "config.json", "model.safetensors", "calibration.json", "selfcheck.json"}
-    assert {p.name for p in folder.iterdir()} == files | {"checksums.json"}
-    assert set(json.loads((folder / "checksums.json").read_text())["sha256"]) == files
-    for words in ("accepted length, greedy", "linears of the layers", f"package: {folder}"):
+    checked = ["calibration.json", "card.md", "config.json", "model.safetensors", "selfcheck.json"]
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*checked, "checksums.json"])
+    assert sorted(json.loads((folder / "checksums.json").read_text())["sha256"]) == checked
+    for words in ("accepted length, greedy", "linears of the layers", "temperature", f"package: {folder}"):
         assert words in out
     assert read_config(folder).profile == profile
-
-
-def test_keys_that_bend_a_profile_reach_the_package(export: Run, tmp_path: Path) -> None:
-    bent = ("export.qkv=16bit", "export.overflow=bf16", "export.verify_samples=2")
-    code, out, err = export(f"export.out={tmp_path / 'p'}", "export.profile=fp16_int8_full", *bent)
-    assert code == 0, err
-    assert set(read_config(tmp_path / "p").quantisation) == {"mlp", "layers", "fusion", "markov"}
-    assert "of which: copies left out" in out
-    assert "| tiny   | 2 " in out, "two samples of the one domain"
 
 
 def test_the_default_is_int8_and_loads(export: Run, run_folder: Path, tmp_path: Path) -> None:
@@ -68,9 +61,38 @@ def test_the_default_is_int8_and_loads(export: Run, run_folder: Path, tmp_path: 
     load_package(tmp_path / "mine", load_target(load_config(run_folder).target))
 
 
+def test_the_calibration_is_of_the_validation_split_and_on_the_card(export: Run, tmp_path: Path) -> None:
+    code, _, err = export(f"export.out={tmp_path / 'p'}", "evaluate.temperature=1.0", "evaluate.max_new_tokens=9")
+    assert code == 0, err
+    found = json.loads((tmp_path / "p" / "calibration.json").read_text())
+    assert (found["split"], found["prompts"], found["decoding_temperature"]) == ("validation", 2, 1.0)
+    assert found["max_new_tokens"] == 9
+    assert len(found["temperatures"]) == len(found["auc_after"]) == 3
+    card = (tmp_path / "p" / "card.md").read_text()
+    for words in ("calibrated on 2 prompts of the validation split", "accepted length [95 %]", "commit: ", "data: "):
+        assert words in card
+
+
+def test_without_prompts_the_confidence_stays_as_trained(export: Run, tmp_path: Path) -> None:
+    code, _, err = export(f"export.out={tmp_path / 'p'}", "export.calibration_prompts=0", "data.validation=null")
+    assert code == 0, err
+    assert not (tmp_path / "p" / "calibration.json").exists()
+    assert read_config(tmp_path / "p").calibration is None
+    assert "confidence: not calibrated" in (tmp_path / "p" / "card.md").read_text()
+
+
+def test_copies_of_the_embedding_are_stored_when_they_are_asked_for(export: Run, tmp_path: Path) -> None:
+    code, _, err = export(f"export.out={tmp_path / 'p'}", "export.include_embeddings=true")
+    assert code == 0, err
+    assert read_config(tmp_path / "p").stored_embeddings is not None
+    assert "copies of them are here" in (tmp_path / "p" / "card.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("argument", "code", "words"),
     [
+        ("data.validation=null", 2, "data.validation is not set"),
+        ("export.calibration_prompts=-1", 2, "export.calibration_prompts=-1: must not be negative"),
         ("export.max_length_change=-2", 2, "export.max_length_change"),
         ("export.profile=int3", 2, "export.profile"),
         ("source=elsewhere", 2, "elsewhere/config.json is missing"),

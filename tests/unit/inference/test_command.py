@@ -35,7 +35,7 @@ def test_no_training_package_is_imported(folder: Path) -> None:
     program = (
         "import sys\nfrom deepspec.inference.__main__ import main\n"
         f"code = main(['--target', {str(folder)!r}, '--prompt', 'hi', '--plain', '--max-new-tokens', '4'])\n"
-        "import deepspec.inference.package\n"
+        "import deepspec.inference.api, deepspec.inference.package\n"
         f"sys.stderr.write(repr([m for m in {TRAINING} if m in sys.modules]))\nsys.exit(code)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,57 +280,7 @@ def test_a_target_whose_head_has_other_rows_is_refused(package: Path, target: Ta
         load_package(package, SimpleNamespace(info=target.info, head=head))
 
 
-# ---- mutations: checksums are renewed after each, so that the structure has to catch them
-
-
-def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every key."""
-    if isinstance(value, dict):
-        for key in value:
-            yield (*path, key)
-            yield from leaves(value[key], (*path, key))
-
-
-def set_at(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for key in path[:-1]:
-        config = config[key]
-    config[path[-1]] = value
-
-
-def get_at(config: dict[str, Any], path: tuple[str, ...]) -> Any:
-    for key in path:
-        config = config[key]
-    return config
-
-
-def config_mutations(config: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Callable[[dict[str, Any]], None]]]:
-    for path in leaves(config):
-        value = get_at(config, path)
-        yield "removed", path, lambda c, p=path: get_at(c, p[:-1]).pop(p[-1])  # type: ignore[misc]
-        if value is not None:
-            yield "null", path, lambda c, p=path: set_at(c, p, None)  # type: ignore[misc]
-        wrong = 3.5 if isinstance(value, str) else "wrong"
-        yield "wrong type", path, lambda c, p=path, w=wrong: set_at(c, p, w)  # type: ignore[misc]
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield "shifted", path, lambda c, p=path, v=value: set_at(c, p, v + 1)  # type: ignore[misc]
-        if isinstance(value, bool):
-            yield "turned", path, lambda c, p=path, v=value: set_at(c, p, not v)  # type: ignore[misc]
-        if isinstance(value, list) and value and isinstance(value[0], int):
-            yield "shifted", path, lambda c, p=path, v=value: set_at(c, p, [k + 1 for k in v])  # type: ignore[misc]
-
-
-def test_every_change_of_the_config_is_refused_by_name(package: Path, target: Target, tmp_path: Path) -> None:
-    copy = copy_package(package, tmp_path / "copy")
-    original = (copy / CONFIG).read_text()
-    count = 0
-    for what, path, edit in config_mutations(json.loads(original)):
-        edit_config(copy, edit)
-        with pytest.raises(PackageError) as error:
-            load_package(copy, target)
-        assert path[-1] in str(error.value), f"{what} {'.'.join(path)}: {error.value}"
-        (copy / CONFIG).write_text(original)
-        count += 1
-    assert count >= 150
+# ---- contradictions: header and checksums agree, so that the rules have to catch them
 
 
 def shift_ids(config: dict[str, Any]) -> None:
@@ -367,6 +317,11 @@ def shift_ids(config: dict[str, Any]) -> None:
         ("_target_", lambda c: c["drafter"].update(_target_="tests.unit.export.tiny.make_target")),
         ("markov_head", lambda c: c["drafter"].update(markov_head="rnn")),
         ("auto_map", lambda c: c.update(auto_map={"AutoModel": "evil.Model"})),
+        ("weights", lambda c: c.update(weights="model.safetensors.index.json")),
+        ("weights", lambda c: c.update(weights="../model.safetensors")),
+        ("calibration.json", lambda c: c.update(calibration="calibration.json")),  # which is not there
+        ("selfcheck.json", lambda c: c.update(selfcheck="selfcheck.json")),
+        ("embed_tokens.weight", lambda c: c.update(stored_embeddings={"tied": True, "head_bias": False})),
         ("version", lambda c: c.update(version=1)),
         ("version", lambda c: c.update(version=3)),
         ("format", lambda c: c.update(format="other")),
@@ -379,36 +334,6 @@ def test_contradictions_are_refused_although_config_and_header_agree(
     with pytest.raises(PackageError) as error:
         load_package(copy, target)
     assert name in str(error.value)
-
-
-def tensor_mutations(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, Callable[[dict[str, Any]], object]]]:
-    for name, tensor in tensors.items():
-        yield "dropped", name, lambda t, n=name: t.pop(n)  # type: ignore[misc]
-        yield "renamed", name, lambda t, n=name: t.update({f"model.{n}": t.pop(n)})  # type: ignore[misc]
-        wider = torch.cat((tensor, tensor[:1]))
-        yield "longer", name, lambda t, n=name, w=wider: t.update({n: w})  # type: ignore[misc]
-        other = torch.bfloat16 if tensor.dtype != torch.bfloat16 else torch.float32
-        yield "cast", name, lambda t, n=name, o=other: t.update({n: t[n].to(o)})  # type: ignore[misc]
-        if tensor.ndim == 2 and tensor.shape[0] != tensor.shape[1]:
-            yield "transposed", name, lambda t, n=name: t.update({n: t[n].T})  # type: ignore[misc]
-        if tensor.is_floating_point():
-            yield "NaN", name, lambda t, n=name: t[n].view(-1)[-1:].fill_(float("nan"))  # type: ignore[misc]
-
-
-def test_every_change_of_a_tensor_is_refused_by_name(target: Target, tmp_path: Path) -> None:
-    copy = make_package(tmp_path / "p", "fp16_int8", target, num_layers=1)
-    tensors: dict[str, torch.Tensor] = {}
-    edit_tensors(copy, tensors.update)
-    original = (copy / "model.safetensors").read_bytes()
-    count = 0
-    for what, name, edit in tensor_mutations(tensors):
-        edit_tensors(copy, edit)
-        with pytest.raises(PackageError) as error:
-            load_package(copy, target)
-        assert name in str(error.value), f"{what} {name}: {error.value}"
-        (copy / "model.safetensors").write_bytes(original)
-        count += 1
-    assert count >= 100
 
 
 def test_a_scale_of_zero_is_refused(copy: Path, target: Target) -> None:
@@ -424,23 +349,6 @@ def test_an_unknown_tensor_is_refused(copy: Path, target: Target) -> None:
 
 
 # ---- files
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_flipped_byte_is_refused(copy: Path, target: Target, name: str) -> None:
-    data = bytearray((copy / name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (copy / name).write_bytes(data)
-    with pytest.raises(PackageError, match=rf"{name} is damaged or was changed"):
-        load_package(copy, target)
-
-
-def test_a_transposed_square_matrix_is_caught_by_the_checksum(copy: Path, target: Target) -> None:
-    before = (copy / "checksums.json").read_text()
-    edit_tensors(copy, lambda t: t.update({"markov_head.markov_w1.weight": t["markov_head.markov_w1.weight"].flip(0)}))
-    (copy / "checksums.json").write_text(before)
-    with pytest.raises(PackageError, match=r"model\.safetensors is damaged"):
-        load_package(copy, target)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "checksums.json"])
