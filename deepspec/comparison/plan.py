@@ -29,10 +29,11 @@ SAME_PROMPTS = (
     "evaluate.max_new_tokens", "evaluate.temperature",
 )  # fmt: skip
 """Settings that decide which texts are decoded: a comparison paired by prompt needs the same."""
-SAME_COURSE = ("data.", "engine.global_batch_size", "train.epochs", "train.max_steps")
+SAME_COURSE = ("data.", "generate.", "engine.global_batch_size", "train.epochs", "train.max_steps")
 """Settings that decide which samples and anchors come in which step, and how many steps there are."""
 _NO_COURSE = ("data.name", "data.path", "data.validation", "data.test")
-_PLAIN_PATH = re.compile(r"[\w.-]*(/[\w.@%+-]+)+")  # a word without a slash could be a number, null or true
+_PLAIN_PATH = re.compile(r"[\w.-]*(/[\w.@%+-]+)+", re.ASCII)
+"""What Hydra reads without quotes; a word without a slash could be a number, null or true."""
 
 
 @dataclass(frozen=True)

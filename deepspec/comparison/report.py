@@ -27,7 +27,7 @@ NOTHING = "-"
 
 def save(folder: Path, comparison: Comparison, runs: Sequence[PlannedRun]) -> list[Path]:
     """Write ``comparison.json`` and ``comparison.md`` into ``folder``, each whole or not at all; return their paths."""
-    facts = provenance() | {"baseline": comparison.baseline, "prompts": str(comparison.prompts)}
+    facts = provenance() | comparison.made_by | {"baseline": comparison.baseline, "prompts": str(comparison.prompts)}
     record = {"format": FORMAT, "version": VERSION, "facts": facts, "runs": {run.name: list(run.train) for run in runs}}
     written = [folder / "comparison.json", folder / "comparison.md"]
     write_json(written[0], record | {"comparison": json_values(_with_verdicts(comparison))})

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from deepspec.config.study import StudyConfig
 
 RESAMPLES = 2000
+MADE_BY = ("machine", "torch", "python", "commit")
+SEPARATOR = " and "
 STANDARD_ERRORS = 2.0
 """A difference has to be larger than so many standard errors of the seeds."""
 
@@ -56,6 +58,8 @@ class RunResult:
     """Milliseconds of a block, by timed prompt."""
     speed_ratios: list[float]
     """Tokens per second over those of plain decoding, by timed prompt."""
+    made_by: dict[str, str] = field(default_factory=dict)
+    """Machine, versions and commit of its evaluation."""
 
     @property
     def accepted_length(self) -> float:
@@ -115,6 +119,8 @@ class Comparison:
     missing: dict[str, str] = field(default_factory=dict)
     """Run -> why there is nothing of it."""
     notes: list[str] = field(default_factory=list)
+    made_by: dict[str, str] = field(default_factory=dict)
+    """Machine, versions and commit of all runs; where they differ, each of them."""
 
 
 def gather(study: StudyConfig, runs: Sequence[PlannedRun], failures: Sequence[Failure]) -> Comparison:
@@ -131,7 +137,15 @@ def gather(study: StudyConfig, runs: Sequence[PlannedRun], failures: Sequence[Fa
             results[run.variant].append(result)
     found = compare(study.name, study.baseline, planned, results)
     courses = list(other_course(study, {run.variant: run.config for run in runs}))
-    return replace(found, missing=missing, notes=[*found.notes, *courses])
+    made_by = _made_by([result for several in results.values() for result in several])
+    apart = [f"{name} differs among the runs: {value}" for name, value in made_by.items() if SEPARATOR in value]
+    return replace(found, missing=missing, notes=[*found.notes, *courses, *apart], made_by=made_by)
+
+
+def _made_by(results: Sequence[RunResult]) -> dict[str, str]:
+    """Return each fact once, or every value that it has."""
+    values = {name: sorted({r.made_by[name] for r in results if name in r.made_by}) for name in MADE_BY}
+    return {name: SEPARATOR.join(several) for name, several in values.items() if several}
 
 
 def read_result(run: PlannedRun) -> RunResult | None:
@@ -152,6 +166,7 @@ def read_result(run: PlannedRun) -> RunResult | None:
         parameters=_parameters(read_header(checkpoint / TENSORS)),
         draft_ms=(scores["draft"] or {}).get("per_prompt", []),
         speed_ratios=_speed_ratios(scores["speed"]),
+        made_by={name: record["subject"][name] for name in MADE_BY if name in record["subject"]},
     )
 
 

@@ -1,7 +1,7 @@
 """What of a run is done, read from its folder: nothing is trained or evaluated twice.
 
-A run folder holds what training and evaluation write, and ``comparison.json``: the seconds that the study has spent on
-it, both stages and all calls together.
+A run folder holds what training and evaluation write, and ``comparison.json``: the seconds that each stage took, over
+all calls that it went on in.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from deepspec.checkpoint.atomic import write_json
+from deepspec.config.resolve import load_config, to_plain
+from deepspec.errors import DeepSpecError
 from deepspec.evaluation.report import FORMAT, VERSION
+from deepspec.log import get_logger
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from deepspec.comparison.plan import Config, PlannedRun
 
+log = get_logger(__name__)
+
 JOURNAL = "comparison.json"
+STAGES = ("train", "evaluate")
 _LATER_GROUPS = ("evaluate", "export", "plan", "tracker", "paths")
 _LATER_KEYS = ("mode", "show", "out", "data.test", "train.resume")
 """What may change without another training."""
@@ -67,15 +73,16 @@ def read_report(run: PlannedRun) -> dict[str, Any]:
     return record if of_this and same and newer else {}
 
 
-def seconds_spent(run: PlannedRun) -> float:
-    """Return the wall-clock seconds that the study has spent on the run."""
-    value = read_json(run.folder / JOURNAL).get("seconds", 0.0)
+def seconds_spent(run: PlannedRun, stage: str) -> float:
+    """Return the wall-clock seconds of a stage that has ended well, or may go on; 0 where nothing is known."""
+    value = read_json(run.folder / JOURNAL).get(stage, 0.0)
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def write_seconds(run: PlannedRun, seconds: float) -> None:
-    """Note the seconds spent on the run, over all calls."""
-    write_json(run.folder / JOURNAL, {"version": 1, "seconds": seconds})
+def write_seconds(run: PlannedRun, stage: str, seconds: float) -> None:
+    """Note the seconds of a stage."""
+    known = {name: seconds_spent(run, name) for name in STAGES}
+    write_json(run.folder / JOURNAL, {"version": 2, **known, stage: seconds})
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -88,10 +95,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_config(folder: Path) -> Config | None:
+    """Return the settings of the training in a folder, None without one.
+
+    Keys that were added since have their defaults; what this version does not read as a whole is taken as it stands.
+    """
+    path = folder / "config.yaml"
     try:
-        value = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
+    try:
+        value = to_plain(load_config(path))
+    except DeepSpecError as error:
+        log.debug("%s: %s", path, error)
     return value if isinstance(value, dict) else None
 
 

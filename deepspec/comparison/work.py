@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from deepspec.comparison.process import last_lines
 from deepspec.comparison.state import (
+    STAGES,
     is_complete,
     is_trained,
     must_start_anew,
@@ -99,7 +100,7 @@ class Work:
             anew = must_start_anew(run)
             if anew:
                 log.info("%s: the folder holds a training with other settings, which is set aside", run.name)
-                write_seconds(run, 0.0)
+                write_seconds(run, "train", 0.0)
             failure = self._stage(run, "train", (*run.train, *(["train.resume=false"] if anew else [])))
             if failure is not None:
                 return failure
@@ -108,23 +109,29 @@ class Work:
     def _stage(self, run: PlannedRun, stage: str, command: Sequence[str]) -> Failure | None:
         output, since, began = run.folder / "logs" / f"{stage}.txt", time.time(), self._clock()
         log.info("%s: %s, see %s", run.name, stage, output)
+        before = seconds_spent(run, stage) if stage == "train" else 0.0  # an evaluation starts again
         try:
             code = self._execute(command, output)
         finally:
-            write_seconds(run, seconds_spent(run) + self._clock() - began)
+            write_seconds(run, stage, before + self._clock() - began)
         if code == EXIT_INTERRUPTED:
             raise Interrupted(f"{run.name}: {stage} was interrupted; run the same command to go on")
         done = is_trained(run) if stage == "train" else is_complete(run)
         if code == EXIT_OK and done:
             return None
+        write_seconds(run, stage, 0.0)  # what a failure took says nothing about how long the stage takes
         return Failure(run.name, stage, _reason(run, stage, code, since))
 
 
 def _expected(run: PlannedRun, done: Sequence[PlannedRun]) -> float | None:
-    """Return the seconds that a run will take: the most that one of its variant took, else any that finished."""
-    own = [seconds_spent(r) for r in done if r.variant == run.variant]
-    spent = own or [seconds_spent(r) for r in done]
-    return max(spent, default=None)
+    """Return the seconds that a run will still take, stage by stage: the most that one of its variant took, else any
+    that finished; less what its training has taken so far."""
+    if not done:
+        return None
+    like = [r for r in done if r.variant == run.variant] or done
+    most = {stage: max(seconds_spent(r, stage) for r in like) for stage in STAGES}
+    train = 0.0 if is_trained(run) else max(0.0, most["train"] - seconds_spent(run, "train"))
+    return train + most["evaluate"]
 
 
 def _reason(run: PlannedRun, stage: str, code: int, since: float) -> str:
@@ -136,6 +143,6 @@ def _reason(run: PlannedRun, stage: str, code: int, since: float) -> str:
         return f"killed by {signal.Signals(-code).name}"
     if code == EXIT_OK:
         return "ended well, but what it should have written is not there"
-    said = last_lines(run.folder / "logs" / f"{stage}.txt")
-    errors = [line for line in said if line.startswith("error")]
-    return (errors or said or [f"exit code {code}"])[-1].removeprefix("error: ")
+    said = last_lines(run.folder / "logs" / f"{stage}.txt") or [f"exit code {code}"]
+    last_error = max((n for n, line in enumerate(said) if line.startswith("error")), default=len(said) - 1)
+    return " ".join(line.strip() for line in said[last_error:]).removeprefix("error: ")

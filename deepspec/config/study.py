@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-_NAME = re.compile(r"\w[\w.-]*")
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _TAKEN = ("recipe", "seed", "data.seed", "paths.run", "train.resume")
 """What the command sets itself in every run."""
 
@@ -44,7 +44,9 @@ class StudyConfig:
     variants: dict[str, VariantConfig] = key("Name -> recipe, overrides and seeds of a variant")
     baseline: str = key("Variant that the others are compared with")
     data_seed: int = key("data.seed of every run: all see the same samples and anchors in the same order", 0)
-    hours: float = key("Hours that one call may take; a run that would not fit is left to the next call", 3.0)
+    hours: float = key(
+        "Hours of one call: a run that would not fit is left to the next one; a run that was begun is not cut", 3.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ def _problems(study: StudyConfig) -> Iterator[str]:
         yield f"study.data_seed={study.data_seed}: must not be negative"
     for name in (study.name, *study.variants):
         if not _NAME.fullmatch(name):
-            yield f"study: {name!r} names a folder; use letters, digits, dots, dashes and underscores"
+            yield f"study: {name!r} names a folder; use ASCII letters, digits, dots, dashes and underscores"
     if not study.variants:
         yield "study.variants: must name at least one variant"
     elif study.baseline not in study.variants:

@@ -69,8 +69,12 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest = weight.float().abs().amax(dim=1, keepdim=True)  # [o, 1]
     smallest = torch.finfo(torch.float32).tiny * MAX_INT8
     scale = torch.where(largest > smallest, largest / MAX_INT8, torch.ones_like(largest))
-    values = (weight.float() / scale).round().clamp(-MAX_INT8, MAX_INT8).to(torch.int8)
-    return values, scale
+    return round_rows(weight, scale), scale
+
+
+def round_rows(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return ``weight`` [o, i] in steps of ``scale`` [o, 1] as int8 [o, i]."""
+    return (weight.float() / scale).round().clamp(-MAX_INT8, MAX_INT8).to(torch.int8)
 
 
 def quantise_groups(name: str, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -113,19 +117,20 @@ def wide_tensors(weights: Mapping[str, Tensor], quantised: tuple[str, ...]) -> t
     return tuple(name for name, tensor in kept.items() if limit < float(tensor.abs().max()) < float("inf"))
 
 
-def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+KEEP_WIDE = "export.profile=bf16 can hold it, export.overflow=bf16 keeps this one in bf16"
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype, advice: str = KEEP_WIDE) -> Tensor:
     """Return ``tensor`` in a 16-bit type.
 
     Raises:
-        DeepSpecError: The tensor holds values that are not finite, or would overflow; the message names it.
+        DeepSpecError: The tensor holds values that are not finite, or would overflow; the message names it, and ends
+            with the ``advice``.
     """
     check_finite(name, tensor)
     largest, limit = float(tensor.abs().max()) if tensor.numel() else 0.0, torch.finfo(dtype).max
     if largest > limit:
-        raise DeepSpecError(
-            f"tensor {name} holds {largest:.6g}, the largest {_short(dtype)} is {limit:.6g}: "
-            "export.profile=bf16 can hold it, export.overflow=bf16 keeps this one in bf16"
-        )
+        raise DeepSpecError(f"tensor {name} holds {largest:.6g}, the largest {_short(dtype)} is {limit:.6g}: {advice}")
     return tensor.to(dtype)
 
 

@@ -12,7 +12,8 @@ refused.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from deepspec.export.states import StateWatch
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from contextlib import AbstractContextManager
 
     from deepspec.contracts import Sample
     from deepspec.drafters.base import Drafter
@@ -83,17 +85,39 @@ def verify(
 
     Both are bound to ``target``.
     """
-    lengths, texts = compare_lengths(before, after, target, material) if material.prompts else (None, [])
-    with StateWatch(before) as states:
-        rows = read_samples(before, after, target, material.samples or texts)
-    distributions, domains = summarise(rows), certify(rows)
-    problems = list(rounding_problems(before.state_dict(), after.state_dict(), config))
-    problems += _distribution_problems(distributions, config.profile)
-    problems += certificate_problems(domains, max_length_change)
-    problems += _length_problems(lengths, max_length_change) if lengths else []
+    states = StateWatch(before)
+    found = compare_drafters(
+        before, after, target, material, profile=config.profile, max_length_change=max_length_change, watch=states
+    )
+    problems = [*rounding_problems(before.state_dict(), after.state_dict(), config), *found.problems]
     if config.dtype == "float16":
         problems += states.overflows(torch.float16, config.bfloat16.states)
-    return Verification(config.profile, distributions, lengths, domains, states.largest, tuple(problems))
+    return replace(found, states=states.largest, problems=tuple(problems))
+
+
+@torch.inference_mode()
+def compare_drafters(
+    before: Drafter,
+    after: Drafter,
+    target: DecodingTarget,
+    material: Material,
+    *,
+    profile: Profile,
+    max_length_change: float,
+    watch: AbstractContextManager[object] | None = None,
+) -> Verification:
+    """Compare what both draft, whatever ``after`` stores; ``profile`` says how much it is rounded.
+
+    ``watch`` is open while samples are read, not while decoding is timed.
+    """
+    lengths, texts = compare_lengths(before, after, target, material) if material.prompts else (None, [])
+    with watch or nullcontext():
+        rows = read_samples(before, after, target, material.samples or texts)
+    distributions, domains = summarise(rows), certify(rows)
+    problems = _distribution_problems(distributions, profile)
+    problems += certificate_problems(domains, max_length_change)
+    problems += _length_problems(lengths, max_length_change) if lengths else []
+    return Verification(profile, distributions, lengths, domains, problems=tuple(problems))
 
 
 def refuse(verification: Verification, *, force: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from deepspec.contracts import BlockLayout, Conventions, TargetInfo
 from deepspec.errors import ConfigError, PackageError
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 FORMAT = "deepspec-package"
 VERSION = 2
 CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-CALIBRATION = "calibration.json"
-SELFCHECK = "selfcheck.json"
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+CALIBRATION: Final = "calibration.json"
+SELFCHECK: Final = "selfcheck.json"
 CHECKSUMS = "checksums.json"
 CARD = "card.md"
 HEADER_KEYS = {CONFIG: "deepspec_config", CALIBRATION: "deepspec_calibration", SELFCHECK: "deepspec_selfcheck"}

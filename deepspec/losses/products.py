@@ -81,13 +81,17 @@ def whole_sums(states: Tensor, head: FrozenHead) -> tuple[Tensor, Tensor]:
     return largest - logits.softmax(-1).amax(-1).log(), top  # softmax takes a third of logsumexp's time on a CPU
 
 
+CPU_FLAGS = {
+    torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
+    torch.float16: ("_is_amx_fp16_supported",),
+}
+"""What ``torch.cpu`` is asked: one of them has to hold."""
+
+
 @lru_cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Return whether this CPU has products of ``dtype``. PyTorch emulates those it has not, up to 100 times slower."""
-    names = {
-        torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
-        torch.float16: ("_is_amx_fp16_supported",),
-    }.get(dtype)
+    names = CPU_FLAGS.get(dtype)
     return names is None or any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 

@@ -53,18 +53,8 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, int8 per output channel"
 
 
-class Int8DynamicLinear(nn.Module):
-    """A linear layer without bias that rounds its input to INT8, token by token, and multiplies integers."""
-
-    weight: Tensor
-    weight_scale: Tensor
-
-    def __init__(self, values: Tensor, scale: Tensor) -> None:
-        """Hold ``values`` [o, i] int8 and ``scale`` [o, 1]."""
-        super().__init__()
-        self.out_features, self.in_features = values.shape
-        self.register_buffer("weight", values.contiguous())
-        self.register_buffer("weight_scale", scale.to(torch.float32).contiguous())
+class Int8DynamicLinear(Int8Linear):
+    """The same, and its input is rounded to INT8 too, token by token: a product of integers."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` [..., i] to [..., o]."""

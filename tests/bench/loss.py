@@ -3,10 +3,11 @@
     python -m tests.bench.loss                        # 2 .. 3,584 rows of a vocabulary of 151,936
     python -m tests.bench.loss --quick                # a tiny size, in this process: does the code still run
 
-Each measurement runs in a process of its own, value and gradient, the Markov matrix included. Memory is the peak above
-what the process held once inputs and head were loaded. Ratios are of pairs that ran one after the other. A figure
-behind ``~`` was not measured, because it does not fit the memory or one run would take longer than ``--limit``: it lies
-on the line through the two largest sizes that were. The accuracy of the gradients (``tests.bench.accuracy``) follows.
+Each run, value and gradient, the Markov matrix included, has a process of its own that few rows have warmed up.
+Memory is the peak above what the process held once inputs and head were loaded. All kinds run once before any runs
+again, and a ratio is the median over these turns. A figure behind ``~`` was not measured, because it does not fit the
+memory or one run would take longer than ``--limit``: it lies on the line through the two largest sizes that were. The
+accuracy of the gradients (``tests.bench.accuracy``) follows.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ CE, L1 = 0.1, 0.9
 TILE = 8192  # rows of the head that are made at a time
 SPARE = 2**29  # bytes of the free memory that a process leaves to others
 KILLED = -9
+WARM_ROWS = 2
 MANY_ROWS = 64
 """With fewer rows the gradient of the Markov matrix takes the memory, so nothing follows about the logits of more."""
 COLUMNS = (
@@ -105,31 +107,33 @@ class Inputs:
         self.labels = torch.randint(0, vocab, (rows,), generator=generator).to(device)
         self.weights = torch.ones(rows, device=device)
 
-    def ours(self, mode: str) -> Tensor:
+    def ours(self, mode: str, few: slice) -> Tensor:
         """The loss in one pass; every row has a target position of its own, so none is saved."""
+        labels = self.labels[few]
         task = RowTask(
-            target_hidden=self.target,
-            target_index=torch.arange(len(self.labels), device=self.labels.device),
-            labels=self.labels,
-            weights=self.weights,
+            target_hidden=self.target[few],
+            target_index=torch.arange(len(labels), device=labels.device),
+            labels=labels,
+            weights=self.weights[few],
             head=self.head,
             ce=CE,
             l1=L1,
             mode=mode,  # type: ignore[arg-type]
         )
-        return block_loss(self.hidden, task, self.markov, self.w2).total
+        return block_loss(self.hidden[few], task, self.markov[few], self.w2).total
 
-    def published(self) -> Tensor:
+    def published(self, few: slice) -> Tensor:
         """Whole logits in the precision of the head; softmax twice in fp32."""
-        draft = self.head.logits(self.hidden) + self.markov @ self.w2.t()
+        draft = self.head.logits(self.hidden[few]) + self.markov[few] @ self.w2.t()
         with torch.no_grad():
-            target = self.head.logits(self.target)
-        ce, l1, _ = slot_losses(draft, target, self.labels)
-        return (self.weights * (CE * ce + L1 * l1)).sum()
+            target = self.head.logits(self.target[few])
+        ce, l1, _ = slot_losses(draft, target, self.labels[few])
+        return (self.weights[few] * (CE * ce + L1 * l1)).sum()
 
-    def run(self, kind: Kind) -> float:
-        """Form value and gradient, drop the gradient, return the value."""
-        loss = self.published() if kind.mode == "published" else self.ours(kind.mode)
+    def run(self, kind: Kind, most: int | None = None) -> float:
+        """Form value and gradient of the rows, the first ``most`` of them; drop the gradient, return the value."""
+        few = slice(most)
+        loss = self.published(few) if kind.mode == "published" else self.ours(kind.mode, few)
         loss.backward()
         for tensor in (self.hidden, self.markov, self.w2):
             tensor.grad = None
@@ -137,16 +141,15 @@ class Inputs:
 
 
 def measure_here(arguments: Any, name: str, rows: int) -> Figure:
-    """Measure one kind in this process: as often as asked for, or until the budget is spent."""
+    """Run one kind once in this process."""
     kind, device = KINDS[name], common.choose_device(arguments.device)
     inputs = Inputs(rows, arguments, kind.dtype, device)
+    inputs.run(kind, WARM_ROWS)
     memory = common.Memory(device)
-    seconds: list[float] = []
     losses: list[float] = []
     memory.start()
-    while len(seconds) < arguments.repeats and sum(seconds) < arguments.budget:
-        seconds.append(common.seconds_of(lambda: losses.append(inputs.run(kind)), device))
-    return Figure(seconds, memory.peak(), losses[-1])
+    seconds = common.seconds_of(lambda: losses.append(inputs.run(kind)), device)
+    return Figure([seconds], memory.peak(), losses[0])
 
 
 def child(arguments: Any) -> None:
@@ -171,8 +174,8 @@ def _leave_memory_to_others() -> None:
 
 
 def measure_apart(arguments: Any, name: str, rows: int) -> Figure | None:
-    """Measure one kind in a process of its own; None when it ran out of memory."""
-    names = ("vocab", "width", "rank", "threads", "repeats", "budget", "device")
+    """Run one kind once in a process of its own; None when it ran out of memory."""
+    names = ("vocab", "width", "rank", "threads", "device")
     sizes = [f"--{option}={getattr(arguments, option)}" for option in names]
     command = [sys.executable, "-m", "tests.bench.loss", "--child", name, "--rows", str(rows), *sizes]
     done = subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True, check=False)
@@ -214,13 +217,34 @@ class Line(NamedTuple):
         return f"from {self.sizes[0]:,} and {self.sizes[1]:,} rows, {1e3 * self.seconds:.2f} ms{peak} a row"
 
 
-def figure(arguments: Any, name: str, rows: int, known: dict[int, Figure]) -> Figure | None:
-    """Measure one kind at one size, or guess it from smaller ones; None where neither can be done."""
-    line = Line.of(known)
-    guess = line.at(rows, known) if line else None
-    if guess is not None and guess.seconds[0] > arguments.limit:
-        return guess
-    return (measure_here if arguments.quick else measure_apart)(arguments, name, rows) or guess
+def figures(arguments: Any, names: Sequence[str], rows: int, found: dict[str, dict[int, Figure]]) -> dict[str, Figure]:
+    """Measure all kinds at one size, turn by turn, or guess them from smaller ones; leave out what can be neither."""
+    lines = {name: Line.of(found[name]) for name in names}
+    guesses = {name: line.at(rows, found[name]) for name, line in lines.items() if line is not None}
+    runs: dict[str, list[Figure]] = {}
+    wanted = [name for name in names if name not in guesses or guesses[name].seconds[0] <= arguments.limit]
+    for _turn in range(arguments.repeats):
+        for name in list(wanted):
+            one = (measure_here if arguments.quick else measure_apart)(arguments, name, rows)
+            if one is None:
+                wanted.remove(name)
+                continue
+            runs.setdefault(name, []).append(one)
+            if sum(run.seconds[0] for run in runs[name]) > arguments.budget:
+                wanted.remove(name)
+    return guesses | {name: joined(several) for name, several in runs.items()}
+
+
+def joined(runs: Sequence[Figure]) -> Figure:
+    """Return the runs of one kind at one size as one figure, with the largest peak."""
+    return Figure([run.seconds[0] for run in runs], max(run.peak for run in runs), runs[-1].loss)
+
+
+def times_as_fast(ours: Figure, published: Figure) -> float:
+    """Return the median over turns, or the ratio of medians where one of the two was not measured."""
+    if ours.measured and published.measured:
+        return statistics.median(b / a for a, b in zip(ours.seconds, published.seconds, strict=False))
+    return statistics.median(published.seconds) / statistics.median(ours.seconds)
 
 
 def row(rows: int, name: str, ours: Figure | None, published: Figure | None) -> list[str]:
@@ -231,7 +255,7 @@ def row(rows: int, name: str, ours: Figure | None, published: Figure | None) -> 
     if ours is None or published is None:
         return [*cells, "", ""]
     mark = "" if ours.measured and published.measured else "~"
-    fast = statistics.median(b / a for a, b in zip(ours.seconds, published.seconds, strict=False))
+    fast = times_as_fast(ours, published)
     share = ours.peak / max(1.0, published.peak)
     return [*cells, f"{mark}{fast:.2f}", "" if math.isnan(share) else f"{mark}{share:.3f}"]
 
@@ -247,8 +271,10 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     parser.add_argument("--precisions", nargs="+", choices=DTYPES, default=list(DTYPES), help="of states and head")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each kind at each size")
-    parser.add_argument("--budget", type=float, default=60, help="seconds after which a kind is not run again")
+    parser.add_argument("--repeats", type=int, default=3, help="turns: runs of each kind at each size")
+    parser.add_argument(
+        "--budget", type=float, default=60, help="seconds of runs after which a kind takes no more turns"
+    )
     parser.add_argument("--limit", type=float, default=300, help="seconds; a run expected to take longer is left out")
     parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -269,12 +295,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[int, Figure]]:
     common.emit_columns(COLUMNS)
     wanted = [name for name in KINDS if name.split()[1] in arguments.precisions]
     for rows in sorted(arguments.rows):
-        for name in wanted:
-            one = figure(arguments, name, rows, found[name])
-            if one is not None:
-                found[name][rows] = one
-            if name in PAIRS:
-                common.emit_row(row(rows, name, one, found[PAIRS[name]].get(rows)))
+        for name, one in figures(arguments, wanted, rows, found).items():
+            found[name][rows] = one
+        for name in (n for n in wanted if n in PAIRS):
+            common.emit_row(row(rows, name, found[name].get(rows), found[PAIRS[name]].get(rows)))
     emit()
     for name, known in found.items():
         if not all(one.measured for one in known.values()):

@@ -15,6 +15,7 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 
 from deepspec.config.compose import compose_run
 from deepspec.contracts import Sample
+from deepspec.data.collate import LENGTH_STEP
 from deepspec.data.loader import BatchMaker
 from deepspec.data.sampler import BatchPlan, Entry, Row
 from deepspec.engine.loop import normalised_loss
@@ -45,10 +47,11 @@ def padded_rows(lengths: Sequence[int], order: Sequence[int], budget: int) -> li
     batches: list[list[Row]] = [[]]
     longest = 0
     for index in order:
-        longest = max(longest, lengths[index])
-        if longest * (len(batches[-1]) + 1) > budget:
+        own = -(-lengths[index] // LENGTH_STEP) * LENGTH_STEP
+        longest = max(longest, own)
+        if longest * (len(batches[-1]) + 1) > budget and batches[-1]:
             batches.append([])
-            longest = lengths[index]
+            longest = own
         batches[-1].append((Entry(index, 0),))
     return batches
 
@@ -71,14 +74,17 @@ def conversations(count: int, longest: int, vocab: int) -> list[Sample]:
     ]
 
 
-def pair(arguments: Any, device: torch.device) -> tuple[Target, Any]:
-    """Return the quickstart's target and drafter, or tiny ones."""
+def pair(arguments: Any, device: torch.device) -> tuple[Target, Any] | None:
+    """Return the quickstart's target and drafter, or tiny ones; None, with a line, where the target is not there."""
     if arguments.quick:
         tiny = tiny_target()
         made: Any = small_drafter(info=tiny.info)
         made.bind(tiny.head)
         return tiny, made
     cfg = compose_run(["recipe=quickstart", "drafter.init=random"], check_files=False)
+    if not Path(cfg.target.path).is_dir():
+        emit(f"packing not measured: {cfg.target.path} is not there; python -m deepspec.prepare recipe=quickstart")
+        return None
     target = load_target(cfg.target, device)
     drafter = cfg.drafter.build(target.info, layer_ids(cfg.target, target.info.num_layers), cfg.target.mask_token_id)
     drafter.bind(target.head)
@@ -86,14 +92,21 @@ def pair(arguments: Any, device: torch.device) -> tuple[Target, Any]:
     return target, drafter.to(device)
 
 
+def both_sides(make: BatchMaker, budget: int, device: torch.device) -> tuple[list[Batch], list[Batch]]:
+    """Return the same samples as padded and as packed micro-batches of at most ``budget`` tokens."""
+    lengths = [len(sample.input_ids) for sample in make.samples]
+    order = np.random.default_rng(1).permutation(len(lengths)).tolist()
+    plan = BatchPlan(lengths, global_batch_size=len(lengths), micro_batch_size=1, row_tokens=budget)
+    padded, packed = padded_rows(lengths, order, budget), plan.micro_batches(0)
+    return [make(rows).to(device) for rows in padded], [make(rows).to(device) for rows in packed]
+
+
 def compare(drafter: Any, source: OnlineFeatures, make: BatchMaker, budget: int, repeats: int) -> list[str]:
     """Return a row of the table."""
-    device, lengths = source.target.device, [len(sample.input_ids) for sample in make.samples]
-    plan = BatchPlan(lengths, global_batch_size=len(lengths), micro_batch_size=1, row_tokens=budget)
-    packed = [make(rows).to(device) for rows in plan.micro_batches(0)]
-    order = np.random.default_rng(1).permutation(len(lengths)).tolist()
-    padded = [make(rows).to(device) for rows in padded_rows(lengths, order, budget)]
-    share = 1.0 - sum(lengths) / sum(batch.input_ids.numel() for batch in padded)
+    device = source.target.device
+    padded, packed = both_sides(make, budget, device)
+    tokens = sum(len(sample.input_ids) for sample in make.samples)
+    share = 1.0 - tokens / sum(batch.input_ids.numel() for batch in padded)
     sides = [partial(gradient, drafter, source, batches) for batches in (padded, packed)]
     seconds = [[common.seconds_of(side, device) for side in sides] for _ in range(repeats + 1)]
     del seconds[0]  # warmed up
@@ -119,7 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.quick:
         arguments.samples, arguments.budgets, arguments.repeats, arguments.device = 6, [256], 1, "cpu"
     device = common.choose_device(arguments.device)
-    target, drafter = pair(arguments, device)
+    found = pair(arguments, device)
+    if found is None:
+        return
+    target, drafter = found
     source = OnlineFeatures(target, drafter.taps)
     common.emit_header("tests.bench.packing", device, argv)
     emit(

@@ -3,8 +3,8 @@
 What is kept of its shape, since time and memory follow from it:
 
 - the drafter's weights are in bf16 (or all in fp32, to compare shapes alone), masters and Adam's moments in fp32;
-- the target's features are read for the padded batch, and blocks attend over context and blocks under a dense mask
-  (on a GPU the published code uses FlexAttention in its place; ours takes the same dense mask);
+- the target's features are read for the padded batch, and blocks attend over context and blocks with keys repeated for
+  each head (on a GPU by FlexAttention, as ours);
 - head and Markov matrix give logits [B, A, K, V] for every slot of every anchor, padding and unsupervised ones too;
 - the target's state is gathered for each slot, so a position in several blocks goes through the head several times;
 - two pairs of softmax over V stay in autograd's graph at once, one for the acceptance, whose value alone is used, and
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from deepspec.features.online import FeatureSource
     from deepspec.nn.block import ContextAttention, DrafterLayer, Rotation
 
-LEARNING_RATE, CLIP_NORM = 3e-4, 1.0
+LEARNING_RATE, BETAS, CLIP_NORM = 3e-4, (0.9, 0.95), 1.0
 
 
 def slot_losses(draft: Tensor, target: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +54,7 @@ class PublishedStep:
         self._weights = list(drafter.parameters())
         self._low = self._weights[0].dtype != torch.float32
         self._masters = [p.detach().float().requires_grad_() for p in self._weights] if self._low else self._weights
-        self._optimizer = torch.optim.AdamW(self._masters, lr=LEARNING_RATE)
+        self._optimizer = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0)
         self.stopwatch = Stopwatch(self._weights[0].device)
 
     def __call__(self, batches: Sequence[Batch]) -> Tensor:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from deepspec.nn.int8 import MAX_INT8
+from deepspec.nn.int8 import quantise_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -16,9 +14,8 @@ if TYPE_CHECKING:
 
 def round_per_token(x: Tensor) -> Tensor:
     """Round ``x`` [..., i] to symmetric INT8 with one scale a token."""
-    largest = x.abs().amax(dim=-1, keepdim=True)
-    scale = torch.where(largest > 0, largest / MAX_INT8, torch.ones_like(largest))
-    return (x / scale).round() * scale
+    values, scale = quantise_tokens(x.flatten(0, -2))
+    return (values * scale).to(x.dtype).view_as(x)
 
 
 def quantise_activations(module: nn.Module, weights: Collection[str]) -> None:

@@ -15,7 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from deepspec.drafters.files import type_name
 from deepspec.drafters.registry import drafter_to_dict
-from deepspec.errors import ConfigError, DeepSpecError
+from deepspec.errors import ConfigError
+from deepspec.export import quantise
 from deepspec.export.layouts.compressed import compress, quantisation_config
 from deepspec.export.package import SERVER_KEY
 
@@ -107,7 +108,7 @@ def finish(
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in quantised and numbers.quantisation != "none":
-            require_finite(name, tensor)
+            quantise.check_finite(name, tensor)
             made |= compress(name, tensor, numbers.quantisation, numbers.dtype)
         else:
             made[name] = cast(name, tensor, numbers.dtype)
@@ -261,17 +262,4 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not tensor.is_floating_point():
         return tensor
-    require_finite(name, tensor)
-    largest, limit = float(tensor.abs().max()) if tensor.numel() else 0.0, torch.finfo(dtype).max
-    if largest > limit:
-        raise DeepSpecError(
-            f"tensor {name} holds {largest:.6g}, the largest {type_name(dtype)} is {limit:.6g}: serve the target in "
-            "bfloat16 and set export.server_dtype=bf16"
-        )
-    return tensor.to(dtype)
-
-
-def require_finite(name: str, tensor: Tensor) -> None:
-    """Refuse a weight that is NaN or infinite."""
-    if not bool(torch.isfinite(tensor).all()):
-        raise DeepSpecError(f"tensor {name} holds values that are not finite: export another checkpoint of the run")
+    return quantise.cast(name, tensor, dtype, "serve the target in bfloat16 and set export.server_dtype=bf16")

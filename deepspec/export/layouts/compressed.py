@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional
 
 from deepspec.errors import PackageError
-from deepspec.nn.int8 import MAX_INT8, dequantise
+from deepspec.export.quantise import quantise_rows, round_rows
+from deepspec.nn.int8 import dequantise
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -53,12 +54,12 @@ def quantisation_config(scheme: str, ignore: Collection[str]) -> dict[str, Any]:
 
 def compress(name: str, weight: Tensor, scheme: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors that stand for the fp32 ``weight`` [o, i], under names made from ``name``."""
-    scale = _scale(weight.float())
+    values, scale = quantise_rows(weight)
     if scheme == "w8a8":
-        return {name: _values(weight, scale), f"{name}_scale": scale}
+        return {name: values, f"{name}_scale": scale}
     scale = _round_up(scale, dtype)
     return {
-        f"{name}_packed": pack(_values(weight, scale.float())),
+        f"{name}_packed": pack(round_rows(weight, scale.float())),
         f"{name}_scale": scale,
         f"{name}_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
@@ -98,17 +99,7 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
     return ((words & 0xFF).flatten(1)[:, :columns] - ZERO_POINT).to(torch.int8)
 
 
-def _scale(weight: Tensor) -> Tensor:
-    largest = weight.abs().amax(dim=1, keepdim=True)
-    smallest = torch.finfo(torch.float32).tiny * MAX_INT8
-    return torch.where(largest > smallest, largest / MAX_INT8, torch.ones_like(largest))
-
-
 def _round_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to a 16-bit type without ever getting smaller, or the largest value of a row would be clipped."""
     info = torch.finfo(dtype)
     return (scale * (1 + info.eps)).clamp(min=info.tiny).to(dtype)
-
-
-def _values(weight: Tensor, scale: Tensor) -> Tensor:
-    return (weight.float() / scale).round().clamp(-MAX_INT8, MAX_INT8).to(torch.int8)

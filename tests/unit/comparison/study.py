@@ -63,7 +63,9 @@ def write_training(run: PlannedRun, *, seconds: float = 120.0, step: int = 6) ->
     write_status(run, "finished")
 
 
-def write_evaluation(run: PlannedRun, tokens: Sequence[int] = (12, 9, 8), rounds: Sequence[int] = (6, 6, 4)) -> None:
+def write_evaluation(
+    run: PlannedRun, tokens: Sequence[int] = (12, 9, 8), rounds: Sequence[int] = (6, 6, 4), *, commit: str = "abc"
+) -> None:
     """Write what an evaluation of three prompts in two domains leaves."""
     names = [("p0", "chat"), ("p1", "chat"), ("p2", "code")]
     prompts = [
@@ -82,7 +84,7 @@ def write_evaluation(run: PlannedRun, tokens: Sequence[int] = (12, 9, 8), rounds
     }
     name = (run.folder / "checkpoints" / "latest").read_text().strip()
     drafter = str(run.folder / "checkpoints" / name)
-    subject = {"drafter": drafter, "data": run.config["data"]["test"]}
+    subject = {"drafter": drafter, "data": run.config["data"]["test"], "commit": commit, "machine": "one"}
     record = {"format": "deepspec-evaluation", "version": 1, "subject": subject, "scores": scores}
     (run.folder / "evaluation").mkdir(exist_ok=True)
     (run.folder / "evaluation" / "report.json").write_text(json.dumps(record))

@@ -74,7 +74,9 @@ def test_all_variants_decode_the_same_prompts() -> None:
     assert "data.test is not set" in found
 
 
-@pytest.mark.parametrize("text", ["runs/a-1", "/a b/c", "it's", "a\\'b", "end\\", "12", "null", "x=1,y", "[1]", '"q"'])
+@pytest.mark.parametrize(
+    "text", ["runs/a-1", "/a b/c", "/home/jürgen/runs", "it's", "a\\'b", "end\\", "12", "null", "x=1,y", "[1]", '"q"']
+)
 def test_a_word_is_read_back_as_it_was_meant(text: str) -> None:
     cfg = compose(parse(["recipe=quickstart", word("paths.run", text)], groups_of(CONF)).hydra)
     assert cfg.paths.run == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from deepspec.comparison import process
 from deepspec.comparison.process import Processes, last_lines, locked
 from deepspec.errors import Interrupted, UserError
 
-TRAINING = 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.02; done'
+TRAINING = 'trap "echo saved; exit 75" TERM INT; echo ready; while :; do sleep 0.02; done'
 
 
 def test_exit_code_and_output(tmp_path: Path) -> None:
@@ -26,26 +27,35 @@ def test_exit_code_and_output(tmp_path: Path) -> None:
     assert output.read_text() == "one\nerror: two\nthree\n"
 
 
-def test_a_signal_lets_the_process_save_and_stops_the_study(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_process_save_and_stops_the_study(tmp_path: Path, number: signal.Signals) -> None:
     output = tmp_path / "out.txt"
 
     def stop() -> None:
         deadline = time.monotonic() + 30
         while "ready" not in last_lines(output) and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     thread = threading.Thread(target=stop)
     with Processes() as execute:
         thread.start()
-        with pytest.raises(Interrupted, match="received SIGTERM"):
+        with pytest.raises(Interrupted, match=f"received {number.name}"):
             execute(["sh", "-c", TRAINING], output)
         with pytest.raises(Interrupted):
             execute(["sh", "-c", "echo more"], output)
     thread.join()
     assert output.read_text() == "ready\nsaved\n"
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_terminal_reaches_the_process_through_here_alone(tmp_path: Path) -> None:
+    """Ctrl-C goes to every process of a terminal's group: a training in it would get it twice, and end unsaved."""
+    output = tmp_path / "out.txt"
+    with Processes() as execute:
+        execute([sys.executable, "-c", "import os; print(os.getpgrp())"], output)
+    assert int(output.read_text()) != os.getpgrp()
 
 
 def test_what_a_process_says_is_told_now_and_then(

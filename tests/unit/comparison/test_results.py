@@ -157,3 +157,16 @@ def test_another_course_is_noted(tmp_path: Path) -> None:
     runs[1].config["data"]["test"] = "elsewhere.jsonl"
     notes = gather(command.study, runs, []).notes
     assert notes == ["b does not see the baseline's samples step by step: data.limit=9 (baseline 4)"]
+
+
+def test_the_table_says_what_the_runs_were_made_by(tmp_path: Path) -> None:
+    """Not what this call runs on: the runs may be those of a call on another commit."""
+    command, runs = study(a=[0, 1]), [planned(tmp_path, "a", seed) for seed in (0, 1)]
+    for run, commit in zip(runs, ("abc", "def"), strict=True):
+        write_training(run)
+        write_evaluation(run, commit=commit)
+    found = gather(command.study, runs, [])
+    assert found.made_by == {"machine": "one", "commit": "abc and def"}
+    assert "commit differs among the runs: abc and def" in found.notes
+    save(tmp_path, found, runs)
+    assert json.loads((tmp_path / "comparison.json").read_text())["facts"]["commit"] == "abc and def"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from deepspec.comparison.state import is_complete, is_trained, must_start_anew, seconds_spent, write_seconds
+from deepspec.config.compose import compose_run
+from deepspec.config.resolve import to_plain
 from tests.unit.comparison.study import planned, write_evaluation, write_status, write_training
 
 
@@ -71,7 +76,21 @@ def test_files_that_cannot_be_read_are_as_good_as_missing(tmp_path: Path) -> Non
 
 def test_seconds(tmp_path: Path) -> None:
     run = planned(tmp_path)
-    assert seconds_spent(run) == 0.0
+    assert seconds_spent(run, "train") == 0.0
     run.folder.mkdir()
-    write_seconds(run, 12.5)
-    assert seconds_spent(run) == 12.5
+    write_seconds(run, "train", 12.5)
+    write_seconds(run, "evaluate", 3.0)
+    assert (seconds_spent(run, "train"), seconds_spent(run, "evaluate")) == (12.5, 3.0)
+
+
+def test_a_key_that_was_added_since_asks_for_no_other_training(tmp_path: Path) -> None:
+    """The stored settings lack a key of the schema whose default is wanted."""
+    words = ("recipe=quickstart", f"paths.run={tmp_path}")
+    wanted, other = (to_plain(compose_run([*words, *more])) for more in ((), ("engine.attention=eager",)))
+    run = replace(planned(tmp_path), folder=tmp_path, config=wanted)
+    write_training(run)
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del stored["engine"]["attention"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    assert not must_start_anew(run)
+    assert must_start_anew(replace(run, config=other))

@@ -31,7 +31,7 @@ def test_every_run_once(runs: list[PlannedRun]) -> None:
     Work(runs, commands, hours=3.0, clock=commands.clock).do(after_each=lambda: tables.append(len(commands.calls)))
     assert commands.calls == [(r.name, stage) for r in runs for stage in ("train", "evaluate")]
     assert tables == [2, 4, 6, 8]
-    assert [seconds_spent(r) for r in runs] == [360.0] * 4
+    assert [(seconds_spent(r, "train"), seconds_spent(r, "evaluate")) for r in runs] == [(300.0, 60.0)] * 4
     assert all((r.folder / "logs").is_dir() for r in runs)
     assert not call(runs, commands).failures
     assert len(commands.calls) == 8, "a second call does nothing"
@@ -59,12 +59,12 @@ def test_an_interrupted_training_goes_on(runs: list[PlannedRun]) -> None:
     with pytest.raises(Interrupted, match="SIGTERM"):
         call(runs, commands)
     assert commands.calls[-1] == (runs[1].name, "train")
-    assert seconds_spent(runs[1]) == 300.0
+    assert seconds_spent(runs[1], "train") == 300.0
     commands.instead.clear()
     call(runs, commands)
     assert commands.calls[3:5] == [(runs[1].name, "train"), (runs[1].name, "evaluate")]
     assert "train.resume=false" not in commands.words[3]
-    assert seconds_spent(runs[1]) == 660.0, "both parts"
+    assert seconds_spent(runs[1], "train") == 600.0, "both parts"
 
 
 def test_a_training_that_someone_else_stopped_stops_the_study(runs: list[PlannedRun]) -> None:
@@ -102,6 +102,17 @@ def test_a_failure_loses_no_other_run(runs: list[PlannedRun]) -> None:
     assert not call(runs, commands).failures, "the next call tries them again"
 
 
+def test_every_line_of_an_error_is_told(runs: list[PlannedRun]) -> None:
+    commands = FakeCommands(runs)
+
+    def mistakes(run: PlannedRun, output: Path) -> int:
+        output.write_text("error: an older one\nerror: 2 mistakes in the configuration:\n  - sed: no such key\n  - b\n")
+        return 2
+
+    commands.instead[runs[0].name, "evaluate"] = mistakes
+    assert call(runs, commands).failures[0].reason == "2 mistakes in the configuration: - sed: no such key - b"
+
+
 def test_an_old_status_is_no_reason(runs: list[PlannedRun]) -> None:
     commands = FakeCommands(runs)
     write_status(runs[0], "failed", "of yesterday", time=1.0)
@@ -132,6 +143,38 @@ def test_the_first_run_begins_whatever_the_time(runs: list[PlannedRun]) -> None:
     with pytest.raises(Interrupted):
         call(runs, commands, hours=0.01)
     assert len(commands.calls) == 2
+
+
+def test_only_what_is_left_of_a_run_has_to_fit(runs: list[PlannedRun]) -> None:
+    """5 minutes a training and 1 an evaluation. b is trained, so 2 minutes are enough for it."""
+    write_training(runs[1])
+    commands = FakeCommands(runs)
+    with pytest.raises(Interrupted, match=r"a-seed1 would not fit, about 6 min"):
+        call(runs, commands, hours=8 / 60)
+    assert commands.calls == [(runs[0].name, "train"), (runs[0].name, "evaluate"), (runs[1].name, "evaluate")]
+
+
+def test_what_an_interrupted_training_took_is_not_asked_for_again(runs: list[PlannedRun]) -> None:
+    commands = FakeCommands(runs)
+    commands.instead[runs[1].name, "train"] = interrupted
+    commands.took["train"] = 240.0
+    with pytest.raises(Interrupted):
+        call(runs, commands)
+    commands.instead.clear()
+    with pytest.raises(Interrupted, match=r"a-seed1 would not fit, about 5 min"):
+        call(runs, commands, hours=9 / 60)
+    assert commands.calls[-1] == (runs[1].name, "evaluate"), "1 minute was left, 5 were taken"
+
+
+def test_a_failure_does_not_count_as_a_runs_time(runs: list[PlannedRun]) -> None:
+    commands = FakeCommands(runs)
+    commands.instead[runs[0].name, "train"] = lambda run, output: 1
+    commands.took["train"] = 3600.0
+    call(runs[:1], commands)
+    commands.instead.clear()
+    commands.took["train"] = 60.0
+    call(runs[:1], commands)
+    assert seconds_spent(runs[0], "train") == 60.0
 
 
 def test_a_variant_is_expected_to_take_what_its_own_runs_took(runs: list[PlannedRun]) -> None:

@@ -25,4 +25,8 @@ def test_both_ways_agree(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_this_cpu_multiplies() -> None:
     assert products.cpu_multiplies(torch.float32)
-    assert isinstance(products.cpu_multiplies(torch.bfloat16), bool)
+    for names in products.CPU_FLAGS.values():  # without them every CPU would seem to lack such products
+        assert all(isinstance(getattr(torch.cpu, name)(), bool) for name in names)
+    assert products.cpu_multiplies(torch.bfloat16) == any(
+        getattr(torch.cpu, name)() for name in products.CPU_FLAGS[torch.bfloat16]
+    )
