@@ -211,7 +211,7 @@ def test_shards_hold_what_one_file_holds(tmp_path: Path, target: Target) -> None
     [
         ("../model-00001-of-00002.safetensors", "is not a name like"),
         ("/etc/passwd", "is not a name like"),
-        ("model-00009-of-00009.safetensors", "not all of|cannot be read|no such|missing|No such"),
+        ("model-00009-of-00009.safetensors", "not one of 9 files"),
         (7, "is not a name like"),
     ],
 )
