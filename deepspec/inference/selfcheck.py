@@ -7,8 +7,10 @@ The rule. Each slot is asked after the stored tokens before it, so that one diff
 likeliest token is another than the stored one, that is a fault if the stored margin was clear: if the likeliest token
 led the second one by more of the standard deviation of the slot's logits than the coarsest precision at hand explains
 (``CLEAR``). Rounding moves every logit by about a random share of that deviation, whatever the target's scale or
-soft-cap: 2^-8 a step in bf16, some percent after the layers of target and drafter; the limits are several times that. A
-slot with a smaller margin may turn out either way, and is not judged.
+soft-cap. Measured on the quickstart's target and drafter, exported in fp32, 120 slots: bf16 turned seven choices, whose
+margins were 0.052 at most, and fp16 none. The limit of bf16 is five times that, and those of the finer types are lower.
+96 % of those slots have a margin that is clear in fp32. A slot with a smaller one may turn out either way, and is not
+judged.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ log = get_logger(__name__)
 MAX_TOKENS = 64
 """Of a stored prompt, its anchor included."""
 MAX_PROMPTS = 16
-CLEAR = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.5}
+CLEAR = {torch.float32: 0.02, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Margins, in standard deviations of a slot's logits, beyond which rounding in that precision changes no choice."""
 
 COARSE = CLEAR[torch.bfloat16]  # of anything else
