@@ -160,6 +160,14 @@ def test_a_layout_for_servers_is_written_checked_and_comes_back(export: Run, run
     load_drafter(newest_drafter(tmp_path / "back"))
 
 
+def test_a_layout_that_is_a_dspark_brings_its_temperatures_along(export: Run, tmp_path: Path) -> None:
+    code, _, err = export(f"export.out={tmp_path / 'served'}", "export.layout=universal")
+    assert code == 0, err
+    found = json.loads((tmp_path / "served" / "dspark_sts.json").read_text())["temperatures"]
+    assert len(found) == 3
+    assert all(temperature > 0 for temperature in found)
+
+
 def test_a_consumer_that_is_asked_for_has_to_load_it(export: Run, tmp_path: Path) -> None:
     code, _, err = export(f"export.out={tmp_path / 'p'}", "export.layout=universal", "export.consumer=[published_eval]")
     assert code == 2
