@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from deepspec.drafters.files import check_inside, read_header
 from deepspec.errors import PackageError
-from deepspec.inference.package_config import INDEX, WEIGHTS, PackageConfig
+from deepspec.inference.package_config import CONFIG, INDEX, WEIGHTS, PackageConfig
 from deepspec.inference.strict_json import build, read_json
 
 if TYPE_CHECKING:
@@ -56,8 +56,10 @@ class StoredWeights:
         """Find the files that ``config`` speaks of.
 
         Raises:
-            PackageError: the index is none, or names what cannot be a file of this package.
+            PackageError: the index is missing, is none, or names what cannot be a file of this package.
         """
+        if config.weights == INDEX and not (folder / INDEX).is_file():
+            raise PackageError(f"{CONFIG}: weights={INDEX!r}, but {folder / INDEX} is missing")
         self._folder = folder
         self._index = build(Index, read_json(folder, INDEX), INDEX) if config.weights == INDEX else None
         self.files = (WEIGHTS,) if self._index is None else _shards(folder, self._index)

@@ -19,6 +19,7 @@ from deepspec.errors import ConfigError
 from deepspec.export import quantise
 from deepspec.export.layouts.compressed import compress, quantisation_config
 from deepspec.export.package import SERVER_KEY
+from deepspec.inference.profiles import Part, matrices
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from deepspec.contracts import TargetInfo
     from deepspec.drafters.base import Drafter, DrafterConfig
 
+LINEARS: tuple[Part, ...] = ("qkv", "mlp", "layers")
 ServerQuantisation = Literal["none", "w8a8", "w8a16"]
 
 LAYOUT_KEY = "layout"
@@ -144,15 +146,12 @@ def weights(source: Source) -> dict[str, Tensor]:
 
 def linears(drafter: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of the linears inside the decoder layers."""
-    return tuple(
-        f"{name}.weight"
-        for name, module in drafter.named_modules()
-        if name.startswith("layers.") and isinstance(module, nn.Linear)
-    )
+    found = matrices(drafter)
+    return tuple(name for part in LINEARS for name in found.get(part, ()))
 
 
 def shared_tensors(source: Source, *, head_always: bool = False) -> dict[str, Tensor]:
-    """Return copies of the target's embedding and head, as far as they belong into the folder, and ``d2t``.
+    """Return copies of the target's embedding and head, as far as they belong into the folder, ``d2t`` and ``t2d``.
 
     The head has the rows of the draft vocabulary alone, which is what servers multiply with. Tied or not, embedding and
     head are two tensors here, because every consumer reads them by name.
@@ -170,6 +169,7 @@ def shared_tensors(source: Source, *, head_always: bool = False) -> dict[str, Te
         found[HEAD] = head.weight.detach().to("cpu").clone()
     if source.drafter.d2t is not None:
         found[D2T] = source.drafter.d2t.detach().to("cpu", torch.int64).clone()
+        found[T2D] = in_draft(found[D2T], source.target.vocab_size)
     return found
 
 

@@ -8,13 +8,10 @@ because SGLang builds one of the draft vocabulary's size.
 from __future__ import annotations
 
 from deepspec.export.layouts.common import (
-    D2T,
-    T2D,
     LayoutFiles,
     Source,
     backbone,
     finish,
-    in_draft,
     linears,
     require,
     require_plain_target,
@@ -55,8 +52,6 @@ def eagle3(source: Source) -> LayoutFiles:
     require_plain_target(target, NAME)
     tensors = {name.replace(OURS, THEIRS, 1): tensor for name, tensor in weights(source).items()}
     tensors |= shared_tensors(source, head_always=True)
-    if D2T in tensors:
-        tensors[T2D] = in_draft(tensors[D2T], target.vocab_size)
     quantised = {name.replace(OURS, THEIRS, 1) for name in linears(source.drafter)}
     config = {**backbone(source), **eagle3_keys(source)}
     return finish(source, NAME, config, tensors, quantised, ("fc$",))

@@ -9,14 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deepspec.export.layouts.common import (
-    D2T,
-    T2D,
     LayoutFiles,
     Source,
     architectures,
     backbone,
     finish,
-    in_draft,
     linears,
     require,
     require_plain_target,
@@ -51,8 +48,6 @@ def speculators(source: Source) -> LayoutFiles:
     anchor_first = layout == "anchor_first"
     own = dspark_tensors(source) if anchor_first else weights(source)
     tensors = {**own, **shared_tensors(source)}
-    if D2T in tensors:
-        tensors[T2D] = in_draft(tensors[D2T], source.target.vocab_size)
     config = {
         **speculators_block(source, head_keys(tensors) if anchor_first else {}),
         "architectures": [CLASSES[kind_of(source)]],

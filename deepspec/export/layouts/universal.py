@@ -9,13 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deepspec.export.layouts.common import (
-    D2T,
-    T2D,
     LayoutFiles,
     Source,
     backbone,
     finish,
-    in_draft,
     linears,
     require,
     require_plain_target,
@@ -46,8 +43,6 @@ def universal(source: Source) -> LayoutFiles:
     )
     require_plain_target(source.target, NAME)
     tensors = {**dspark_tensors(source), **shared_tensors(source)}
-    if D2T in tensors:
-        tensors[T2D] = in_draft(tensors[D2T], source.target.vocab_size)
     config = {**backbone(source), **dspark_keys(source, tensors), **speculators_block(source, head_keys(tensors))}
     return finish(source, NAME, config, tensors, linears(source.drafter), NOT_QUANTISED)
 

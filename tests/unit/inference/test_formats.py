@@ -225,7 +225,7 @@ def test_a_contradiction_about_formats_is_refused_by_name(
     edit_config(copy, edit, header_too=True)  # type: ignore[arg-type]
     with pytest.raises(PackageError) as error:
         load_package(copy, target)
-    assert name in str(error.value)
+    assert name in str(error.value).replace(str(copy), "")
 
 
 # ---- damaged tensors
@@ -266,4 +266,4 @@ def test_damage_of_4_bit_and_8_bit_tensors_is_refused_by_name(
     edit_tensors(copy, edit)
     with pytest.raises(PackageError) as error:
         load_package(copy, target)
-    assert name in str(error.value)
+    assert name in str(error.value).replace(str(copy), "")

@@ -333,7 +333,7 @@ def test_contradictions_are_refused_although_config_and_header_agree(
     edit_config(copy, edit, header_too=True)
     with pytest.raises(PackageError) as error:
         load_package(copy, target)
-    assert name in str(error.value)
+    assert name in str(error.value).replace(str(copy), "")  # the folder's own name says nothing
 
 
 def test_a_scale_of_zero_is_refused(copy: Path, target: Target) -> None:
