@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-full quickstart quickstart-long wheel bench bench-decoding
+.PHONY: help setup check format test test-full quickstart quickstart-long consumers wheel bench bench-decoding
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
@@ -38,7 +38,10 @@ test: setup  ## the tests, a few minutes on two cores
 	python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-full: setup  ## every test, in parts; a second call goes on after the last part that passed
-	launch/test_full.sh
+	TORCH_INDEX=$(TORCH_INDEX) launch/test_full.sh
+
+consumers: setup  ## environments with vLLM and speculators for the tests of make test-full, 4 GB
+	TORCH_INDEX=$(TORCH_INDEX) launch/consumers.sh
 
 quickstart: setup  ## train, measure, export and decode with a real model on this machine
 	launch/quickstart.sh quickstart runs/quickstart

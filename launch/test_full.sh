@@ -25,6 +25,7 @@ part() { # part NAME PYTEST_ARGUMENTS...
   fi
 }
 
+launch/consumers.sh || failed+=(consumers)
 part fast -n 2 --dist loadfile -m "not slow"
 for folder in tests/unit/*/ tests/*/; do
   [ "$folder" = tests/unit/ ] && continue

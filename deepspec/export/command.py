@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,13 +67,15 @@ def export_as_asked(
     rounds = calibration_material(run, trained.drafter, renderer)
     if run.export.layout == "native":
         return _native(run, trained, target, folder, material, rounds, origin)
-    temperatures = None
-    if rounds is not None and run.export.layout == "universal" and run.export.fold_temperature is None:
-        temperatures = calibrate(trained.drafter, target, rounds).calibration.temperatures
     out = Path(run.export.out or folder / f"package-{run.export.layout}")
+    fit = None if rounds is None else partial(_temperatures, trained.drafter, target, rounds)
     return export_for_servers(
-        run.export, trained.drafter, trained.config, trained.trained_with, target, out, material, origin, temperatures
+        run.export, trained.drafter, trained.config, trained.trained_with, target, out, material, origin, fit
     )
+
+
+def _temperatures(drafter: Drafter, target: ExportTarget, rounds: CalibrationMaterial) -> tuple[float, ...]:
+    return calibrate(drafter, target, rounds).calibration.temperatures
 
 
 def _native(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from deepspec.data.loader import BatchMaker
 from deepspec.engine.loop import normalised_loss
-from tests.bench import accuracy, attention, loss, packing, step
+from deepspec.inference.open_target import open_target
+from tests.bench import accuracy, attention, loss, packages, packing, step
 from tests.bench.published import PublishedStep
+from tests.commands.tiny_run import write_conversations, write_target
+from tests.unit.export.tiny import make_package
 
 
 def test_the_loss_of_both_shapes_is_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,3 +117,14 @@ def test_packing_is_timed_against_padding(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "commit:  " in out and "tests.bench.packing --quick" in out
     assert out.count("\n| ") == 2
+
+
+def test_packages_are_timed_on_the_same_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_target(tmp_path / "target")
+    target = open_target(folder, torch.device("cpu"), "fp32")
+    made = [make_package(tmp_path / profile, profile, target) for profile in ("bf16", "fp16_int8")]
+    asked = write_conversations(tmp_path / "test.jsonl", 3)
+    words = [str(folder), *map(str, made), "--prompts=2", "--tokens=12", f"--data={asked}"]
+    found = packages.main(words)
+    assert {name: len(blocks) for name, blocks in found.items()} == {"bf16": 2, "fp16_int8": 2}
+    assert capsys.readouterr().out.count("\n| ") == 1 + 3

@@ -17,7 +17,7 @@ from deepspec.export.layouts.sidecars import SPS, STS, check_sps, sts
 from deepspec.inference.package_config import CONFIG
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from deepspec.config.schema import ExportConfig
     from deepspec.contracts import TargetInfo
@@ -39,13 +39,16 @@ def export_for_servers(
     out: Path,
     material: Material,
     origin: Origin,
-    temperatures: Sequence[float] | None = None,
+    calibrate: Callable[[], Sequence[float]] | None = None,
 ) -> Exported:
     """Write the folder that ``export.layout`` names.
 
-    ``temperatures`` are those of the confidence, one a drafted position, where it was calibrated; they go into the
-    sidecar of a layout that is a DSpark. The other arguments are those of ``export_package``.
+    ``calibrate`` decodes prompts and returns the temperatures of the confidence, one a drafted position, for the
+    sidecar of a layout that is a DSpark; it is called when the folder was found to fit. The other arguments are those
+    of ``export_package``.
     """
+    tables = step_rates(settings)
+    wanted = calibrate is not None and settings.layout == "universal" and settings.fold_temperature is None
     numbers = Numbers(served_dtype(settings.server_dtype, origin.target_path, target), settings.server_quantisation)
     source = Source(
         drafter=drafter,
@@ -69,31 +72,34 @@ def export_for_servers(
             max_length_change=settings.max_length_change,
         ),
         consumers=settings.consumer,
-        extras=sidecars(settings, drafter.conventions.gamma, temperatures),
+        extras=tables,
+        late_extras=partial(temperatures, calibrate, drafter.conventions.gamma) if calibrate and wanted else None,
         force=settings.force,
         origin=origin,
     )
 
 
-def sidecars(settings: ExportConfig, gamma: int, temperatures: Sequence[float] | None) -> dict[str, Any]:
-    """Return the files beside a DSpark.
+def step_rates(settings: ExportConfig) -> dict[str, Any]:
+    """Return the file of step rates that goes beside a DSpark, if one is asked for.
 
     Raises:
-        ConfigError: they do not fit the layout or each other, or the table of step rates is none.
+        ConfigError: the layout is no DSpark, or the table is none.
     """
-    found: dict[str, Any] = {}
-    if settings.sps_table is not None:
-        if settings.layout != "universal":
-            raise ConfigError(f"export.sps_table: is read beside a DSpark, export.layout={settings.layout} is none")
-        try:
-            table = json.loads(Path(settings.sps_table).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"export.sps_table={settings.sps_table} cannot be read: {error}") from error
-        check_sps(table)
-        found[SPS] = table
-    if temperatures is not None and settings.layout == "universal" and settings.fold_temperature is None:
-        found[STS] = sts(temperatures, gamma)
-    return found
+    if settings.sps_table is None:
+        return {}
+    if settings.layout != "universal":
+        raise ConfigError(f"export.sps_table: is read beside a DSpark, export.layout={settings.layout} is none")
+    try:
+        table = json.loads(Path(settings.sps_table).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"export.sps_table={settings.sps_table} cannot be read: {error}") from error
+    check_sps(table)
+    return {SPS: table}
+
+
+def temperatures(calibrate: Callable[[], Sequence[float]], gamma: int) -> dict[str, Any]:
+    """Return the file of temperatures that goes beside a DSpark."""
+    return {STS: sts(calibrate(), gamma)}
 
 
 def served_dtype(setting: str, path: str, target: ExportTarget) -> torch.dtype:

@@ -12,7 +12,7 @@ from deepspec.export.layouts.activations import quantise_activations
 from deepspec.export.layouts.card import card_text, report_text
 from deepspec.export.layouts.common import linears
 from deepspec.export.layouts.registry import chosen_consumers, make_files
-from deepspec.export.layouts.write import conformance, require_conformance, write_checksums, write_files
+from deepspec.export.layouts.write import conformance, require_conformance, write_checksums, write_extras, write_files
 from deepspec.export.package import staged
 from deepspec.export.quantise import balance
 from deepspec.export.run import Exported, ExportTarget
@@ -38,6 +38,7 @@ def export_layout(
     *,
     consumers: tuple[str, ...] = (),
     extras: Mapping[str, Any] | None = None,
+    late_extras: Callable[[], Mapping[str, Any]] | None = None,
     force: bool = False,
     origin: Origin | None = None,
 ) -> Exported:
@@ -51,6 +52,7 @@ def export_layout(
         judge: Compares the trained drafter with the one that was read back.
         consumers: Who has to load it. None named: those that the layout is for, and one of them is enough.
         extras: More JSON files by name, such as the sidecars.
+        late_extras: Makes more of them, which takes a while: it is asked when every consumer was found content.
         force: Write the folder although ``judge`` found problems.
         origin: For the card.
 
@@ -68,6 +70,10 @@ def export_layout(
         write_files(folder, files)
         reports = conformance(folder, names, source.target, source.numbers.dtype_name)
         require_conformance(reports, all_of_them=bool(consumers))
+        if late_extras is not None:
+            late = late_extras()
+            write_extras(folder, late)
+            files = replace(files, extras={**files.extras, **late})
         verification = judge(source.drafter.eval(), read_back(folder, target, source))
         refuse(verification, force=force)
         card = card_text(source, files, reports, verification, origin or Origin(), forced=bool(verification.problems))

@@ -15,6 +15,7 @@ from deepspec.inference.package_config import CHECKSUMS, CONFIG, INDEX, WEIGHTS
 from deepspec.inference.strict_json import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -26,9 +27,14 @@ if TYPE_CHECKING:
 
 def write_files(folder: Path, files: LayoutFiles, shard_bytes: int = SHARD_BYTES) -> None:
     """Write config, weights and more JSON files into ``folder``; weights are sharded above ``shard_bytes``."""
-    for name, value in {CONFIG: files.config, **files.extras}.items():
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_extras(folder, {CONFIG: files.config, **files.extras})
     save_weights(folder, files.tensors, shard_bytes=shard_bytes)
+
+
+def write_extras(folder: Path, extras: Mapping[str, Any]) -> None:
+    """Write JSON files by name."""
+    for name, value in extras.items():
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def write_checksums(folder: Path) -> None:

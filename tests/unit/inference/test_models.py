@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from deepspec.contracts import Batch, Features
-from deepspec.drafters.base import Drafter
 from deepspec.drafters.dflash.config import DFlashConfig
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.dspark.model import DSparkDrafter
@@ -20,6 +18,7 @@ from deepspec.inference.proposers import DrafterProposer, PlainProposer, PromptL
 from deepspec.inference.sampling import SamplerSettings
 from deepspec.targets.target import Target
 from tests.helpers import MASK_TOKEN_ID, tiny_target
+from tests.overfit import overfit
 
 PROMPT = [5, 17, 42, 8, 17, 42, 9, 60, 33, 17, 42]
 LAYERS = (0, 2, 4)
@@ -98,31 +97,6 @@ def test_sampling_is_reproducible_with_a_real_drafter() -> None:
     assert decoder.generate(PROMPT, 20, settings).tokens == decoder.generate(PROMPT, 20, settings).tokens
 
 
-def overfit(target: Target, drafter: Drafter, text: list[int], first: int, steps: int) -> None:
-    """Train on one text whose supervised part begins at ``first``, every anchor at every step."""
-    ids = torch.tensor([text])
-    anchors = torch.arange(first, len(text) - 1)
-    batch = Batch(
-        input_ids=ids,
-        segment_ids=torch.ones_like(ids),
-        position_ids=torch.arange(len(text)).unsqueeze(0),
-        loss_mask=torch.arange(len(text)).unsqueeze(0) >= first,
-        anchor_indices=anchors.unsqueeze(0),
-        anchor_mask=torch.ones(1, len(anchors), dtype=torch.bool),
-    )
-    features: Features = target.features(batch, LAYERS)
-    denominators = drafter.denominators(batch)
-    optimiser = torch.optim.AdamW(drafter.parameters(), lr=3e-3, weight_decay=0.0)
-    drafter.train()
-    for _ in range(steps):
-        sums = drafter(batch, features).sums
-        loss = torch.stack([drafter.coefficients[k] * v / denominators[k] for k, v in sums.items()]).sum()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    drafter.eval()
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -143,7 +117,7 @@ def test_an_overfitted_sequence_is_accepted_whole_every_round(config: Any) -> No
     torch.manual_seed(2)
     drafter = config.build(target.info, LAYERS, target.info.vocab_size - 1)
     drafter.bind(target.head)
-    overfit(target, drafter, [*PROMPT, *answer], len(PROMPT), steps=150)
+    overfit(target, drafter, [*PROMPT, *answer], len(PROMPT), LAYERS, steps=150)
     result = SpeculativeDecoder(target, DrafterProposer(drafter)).generate(PROMPT, 31)
     assert result.tokens == answer
     gamma = config.gamma

@@ -98,8 +98,22 @@ def test_a_target_whose_head_is_scaled_has_no_layout(tmp_path: Path) -> None:
 
 def test_a_wanted_consumer_that_fails_leaves_nothing(target: Target, tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="nothing fills parameter embed_tokens.weight"):
-        export(target, tmp_path / "out", "dspark", "universal", consumers=("vllm", "published_eval"))
+        export(
+            target,
+            tmp_path / "out",
+            "dspark",
+            "universal",
+            consumers=("vllm", "published_eval"),
+            late_extras=lambda: pytest.fail("minutes of decoding, for a folder that is refused"),
+        )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_takes_long_comes_last(target: Target, tmp_path: Path) -> None:
+    done = export(target, tmp_path / "out", "dspark", "universal", late_extras=lambda: {"late.json": [1.5]})
+    assert json.loads((done.folder / "late.json").read_text()) == [1.5]
+    assert "late.json" in (done.folder / "card.md").read_text()
+    assert "late.json" in json.loads((done.folder / "checksums.json").read_text())["sha256"]
 
 
 def test_w8a8_is_measured_with_rounded_activations() -> None:
