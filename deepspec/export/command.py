@@ -7,16 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspec.contracts import Sample
+from deepspec.data.conversations import read_conversations
 from deepspec.data.prompts import read_prompts
 from deepspec.errors import ConfigError
 from deepspec.export.calibrate import CalibrationMaterial, calibrate
 from deepspec.export.layouts.command import export_for_servers
 from deepspec.export.material import read_material, spread
 from deepspec.export.quantise import Formats
-from deepspec.export.run import export_package
+from deepspec.export.run import export_package, four_bit
 from deepspec.inference.sampling import SamplerSettings
+from deepspec.log import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from deepspec.config.schema import RunConfig
     from deepspec.contracts import TargetInfo
     from deepspec.data.chat import ChatRenderer
@@ -25,7 +30,11 @@ if TYPE_CHECKING:
     from deepspec.export.run import Exported, ExportTarget
     from deepspec.export.verify import Material
 
+log = get_logger(__name__)
+
 SPLIT = "validation"
+ROUNDING_SAMPLES = 128
+"""Conversations of the validation split that 4-bit matrices are rounded on: about 20,000 slots."""
 NO_VALIDATION = (
     "data.validation is not set: the confidence head is calibrated on its prompts; "
     "export.calibration_prompts=0 leaves that out"
@@ -66,7 +75,8 @@ def export_as_asked(
     material = _material(run, renderer)
     rounds = calibration_material(run, trained.drafter, renderer)
     if run.export.layout == "native":
-        return _native(run, trained, target, folder, material, rounds, origin)
+        rounding = rounding_samples(run, trained.drafter, renderer)
+        return _native(run, trained, target, folder, material, rounds, rounding, origin)
     out = Path(run.export.out or folder / f"package-{run.export.layout}")
     fit = None if rounds is None else partial(_temperatures, trained.drafter, target, rounds)
     return export_for_servers(
@@ -85,6 +95,7 @@ def _native(
     folder: Path,
     material: Material,
     rounds: CalibrationMaterial | None,
+    rounding: Sequence[Sample],
     origin: Origin,
 ) -> Exported:
     settings = run.export
@@ -99,6 +110,7 @@ def _native(
         formats=Formats(settings.qkv, settings.int4_group, settings.overflow),
         template_options=run.target.template_options,
         calibration=rounds,
+        rounding=rounding,
         include_embeddings=settings.include_embeddings,
         max_length_change=settings.max_length_change,
         force=settings.force,
@@ -137,3 +149,15 @@ def calibration_material(run: RunConfig, drafter: Drafter, renderer: ChatRendere
         stop_ids=renderer.eos_token_ids,
         settings=SamplerSettings(run.evaluate.temperature, run.evaluate.seed),
     )
+
+
+def rounding_samples(run: RunConfig, drafter: Drafter, renderer: ChatRenderer) -> list[Sample]:
+    """Return the conversations on which 4-bit matrices are rounded with compensation; none for other profiles."""
+    if not four_bit(drafter, run.export.profile):
+        return []
+    if run.data.validation is None:
+        log.warning("data.validation is not set: 4-bit values are rounded one by one, which loses more")
+        return []
+    conversations = spread(list(read_conversations(run.data.validation)), ROUNDING_SAMPLES)
+    rendered = [renderer.render(conversation) for conversation in conversations]
+    return [sample for sample in rendered if isinstance(sample, Sample)]

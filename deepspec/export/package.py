@@ -22,6 +22,7 @@ import torch
 from deepspec.drafters.files import tensor_kinds, tensor_problems
 from deepspec.drafters.registry import drafter_to_dict
 from deepspec.errors import ConfigError, PackageError
+from deepspec.export.gptq import rounded_beforehand
 from deepspec.export.quantise import Formats, cast, pack, wide_tensors
 from deepspec.export.shards import SHARD_BYTES, save_weights, split
 from deepspec.inference.package_checks import expected_tensors, file_digest
@@ -66,6 +67,7 @@ def native_package(
     formats: Formats | None = None,
     wide_states: tuple[str, ...] = (),
     include_embeddings: bool = False,
+    products: Mapping[str, Tensor] | None = None,
 ) -> tuple[PackageConfig, dict[str, Tensor]]:
     """Return config and tensors of the native layout for a trained fp32 drafter.
 
@@ -78,6 +80,8 @@ def native_package(
         formats: What bends the profile.
         wide_states: Modules whose states fp16 cannot hold, which the package then says.
         include_embeddings: Put copies of the target's embedding and head into the package.
+        products: Of the inputs of 4-bit matrices, by name (``gptq.input_products``): these are rounded with
+            compensation, the others one value at a time.
 
     Raises:
         ConfigError: The groups of 4-bit weights do not divide a width.
@@ -98,7 +102,7 @@ def native_package(
         bfloat16=_bfloat16(weights, quantisation, profile, formats, wide_states),
         stored_embeddings=_stored(drafter.head) if include_embeddings else None,
     )
-    tensors = pack(weights, config)
+    tensors = pack(weights, config, rounded_beforehand(weights, products or {}, formats.int4_group))
     if include_embeddings:
         tensors |= _copies(drafter.head, config)
     expected = expected_tensors(config, drafter_config) | embedding_tensors(config)

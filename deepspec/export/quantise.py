@@ -86,7 +86,16 @@ def quantise_groups(name: str, weight: Tensor, group: int) -> tuple[Tensor, Tens
     Raises:
         DeepSpecError: fp16 cannot hold a scale; the message names the tensor.
     """
-    rows = weight.float().unflatten(1, (-1, group))  # [o, i/g, g]
+    values, scale = search_groups(name, weight.float().unflatten(1, (-1, group)))  # [o, i/g, g]
+    return pack_int4(values.to(torch.int8).flatten(1)), scale.squeeze(-1).half()
+
+
+def search_groups(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values [o, n, g] of groups ``rows`` and the scales [o, n, 1] that leave the least squared error.
+
+    Raises:
+        DeepSpecError: fp16 cannot hold a scale; the message names the tensor.
+    """
     largest = rows.abs().amax(-1, keepdim=True)
     if float(largest.max()) > MAX_INT4 * torch.finfo(torch.float16).max:
         raise DeepSpecError(
@@ -96,14 +105,13 @@ def quantise_groups(name: str, weight: Tensor, group: int) -> tuple[Tensor, Tens
     best, least = _rounded(rows, largest, CLIPPING[0])
     for share in CLIPPING[1:]:
         candidate, error = _rounded(rows, largest, share)
-        better = error < least  # [o, i/g, 1]
-        best = tuple(torch.where(better, new, old) for new, old in zip(candidate, best, strict=True))
+        better = error < least  # [o, n, 1]
+        best = (torch.where(better, candidate[0], best[0]), torch.where(better, candidate[1], best[1]))
         least = torch.minimum(error, least)
-    values, scale = best
-    return pack_int4(values.to(torch.int8).flatten(1)), scale.squeeze(-1).half()
+    return best
 
 
-def _rounded(rows: Tensor, largest: Tensor, share: float) -> tuple[tuple[Tensor, ...], Tensor]:
+def _rounded(rows: Tensor, largest: Tensor, share: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Round ``rows`` [o, n, g]; return the values, their scale [o, n, 1] as fp16 holds it, and the squared error."""
     scale = (largest * (share / MAX_INT4)).half().float().clamp(min=SMALLEST_FP16)
     values = (rows / scale).round().clamp(MIN_INT4, MAX_INT4)
@@ -140,10 +148,14 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise DeepSpecError(f"tensor {name} holds values that are not finite: export another checkpoint of the run")
 
 
-def pack(weights: Mapping[str, Tensor], config: PackageConfig) -> dict[str, Tensor]:
+def pack(
+    weights: Mapping[str, Tensor],
+    config: PackageConfig,
+    rounded: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+) -> dict[str, Tensor]:
     """Return the tensors of a package from fp32 weights, as ``config`` says; a quantised X gets a partner ``X_scale``.
 
-    Tensors of integers stay as they are.
+    Tensors of integers stay as they are. ``rounded`` holds values and scales of matrices that were rounded beforehand.
     """
     groups = config.groups
     packed: dict[str, Tensor] = {}
@@ -151,7 +163,8 @@ def pack(weights: Mapping[str, Tensor], config: PackageConfig) -> dict[str, Tens
         if not tensor.is_floating_point():
             packed[name] = tensor
         elif name in groups:
-            packed[name], packed[f"{name}{SCALE}"] = quantise(name, tensor, groups[name])
+            given = (rounded or {}).get(name)
+            packed[name], packed[f"{name}{SCALE}"] = given or quantise(name, tensor, groups[name])
         else:
             packed[name] = cast(name, tensor, getattr(torch, config.dtype_of(name)))
     return {name: tensor.contiguous() for name, tensor in packed.items()}
@@ -160,9 +173,12 @@ def pack(weights: Mapping[str, Tensor], config: PackageConfig) -> dict[str, Tens
 def quantise(name: str, weight: Tensor, group: QuantisedGroup) -> tuple[Tensor, Tensor]:
     """Return what stands in a file for ``weight`` [o, i]: its values and scales, in the group's scheme."""
     check_finite(name, weight)
-    if group.scheme == INT4 and group.group is not None:
+    if group.group is None:
+        return quantise_rows(weight)
+    if group.scheme == INT4:
         return quantise_groups(name, weight, group.group)
-    return quantise_rows(weight)
+    values, scale = quantise_rows(weight.reshape(-1, group.group))  # a group is a row of its own
+    return values.view_as(weight), scale.view(len(weight), -1)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -22,8 +22,6 @@ FP16_STEP = 2.0**-24
 """Distance of the smallest fp16 numbers, where rounding is no longer relative."""
 HALF = 0.501
 """Half a step, and a little for the rounding of the check itself."""
-HALF_INT4 = 0.505
-"""The same of 4 bits, whose scale is rounded to fp16 besides."""
 
 
 def rounding_problems(
@@ -56,17 +54,21 @@ def _close(trained: Tensor, restored: Tensor, name: str, config: PackageConfig) 
         return _groups_close(off, trained, group)
     size = trained.float().abs()
     eps = torch.finfo(getattr(torch, config.dtype_of(name))).eps
-    step = eps * size + FP16_STEP if group is None else size.amax(dim=1, keepdim=True) / MAX_INT8
-    return bool((off <= HALF * step).all())  # NaN is not close
+    if group is None:
+        return bool((off <= HALF * (eps * size + FP16_STEP)).all())  # NaN is not close
+    columns = group.group or trained.shape[1]
+    step = size.unflatten(1, (-1, columns)).amax(-1, keepdim=True) / MAX_INT8  # [o, i/g, 1]
+    return bool((off.unflatten(1, (-1, columns)) <= HALF * step).all())
 
 
 def _groups_close(off: Tensor, trained: Tensor, group: QuantisedGroup) -> bool:
-    """Compare the errors ``off`` [o, i] group by group with those of rounding to nearest without clipping.
+    """Compare the errors ``off`` [o, i] row by row with steps of rounding to nearest without clipping.
 
-    The scale of a group may clip its largest values where that lowers the sum of squares, so single values may be off
-    by more than half a step; their root mean square is not.
+    Single values may be off by more than half a step: the scale of a group may clip its largest where that lowers the
+    sum of squares, and compensation moves errors from column to column. The root mean square of a row stays below a
+    step; it is 0.3 steps without compensation, at most 0.45 with it on the quickstart's drafter.
     """
     columns = group.group or trained.shape[1]
     step = trained.float().abs().unflatten(1, (-1, columns)).amax(-1) / MAX_INT4  # [o, i/g]
-    error = off.unflatten(1, (-1, columns)).square().mean(-1).sqrt()
-    return bool((error <= HALF_INT4 * step + MAX_INT4 * FP16_STEP).all())
+    error, limit = (x.square().mean(-1).sqrt() for x in (off, step))
+    return bool((error <= limit + MAX_INT4 * FP16_STEP).all())

@@ -10,6 +10,7 @@ import torch
 from deepspec.export.calibrate import Calibrated, CalibrationMaterial, calibrate
 from deepspec.export.card import Origin, card_text, report_text
 from deepspec.export.compare import wide_states
+from deepspec.export.gptq import FeatureTarget, input_products
 from deepspec.export.material import spread
 from deepspec.export.package import native_package, staged, write_checksums, write_package
 from deepspec.export.quantise import Formats, balance
@@ -22,16 +23,16 @@ from deepspec.inference.package import load_package
 from deepspec.inference.package_checks import BindableTarget, check_target
 from deepspec.inference.package_config import CARD
 from deepspec.inference.package_embeddings import embedding_tensors
-from deepspec.inference.profiles import PROFILES
+from deepspec.inference.profiles import INT4, PROFILES, matrices
 from deepspec.inference.selfcheck import SelfCheck, make_selfcheck
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-    from deepspec.contracts import TargetInfo
+    from deepspec.contracts import Sample, TargetInfo
     from deepspec.drafters.base import Drafter, DrafterConfig
     from deepspec.inference.calibration import Calibration
     from deepspec.inference.package_config import PackageConfig
@@ -41,8 +42,8 @@ CHECKED_PROMPTS = 4
 """Prompts stored for the self-check at load, each of which costs a forward pass there."""
 
 
-class ExportTarget(BindableTarget, DecodingTarget, Protocol):
-    """A target that can be bound to a drafter and decode: ``targets.Target`` fits."""
+class ExportTarget(BindableTarget, DecodingTarget, FeatureTarget, Protocol):
+    """A target that can be bound to a drafter, decode, and give features: ``targets.Target`` fits."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def export_package(
     formats: Formats | None = None,
     template_options: Mapping[str, object] | None = None,
     calibration: CalibrationMaterial | None = None,
+    rounding: Sequence[Sample] = (),
     include_embeddings: bool = False,
     shard_bytes: int = SHARD_BYTES,
     max_length_change: float = 0.01,
@@ -85,6 +87,7 @@ def export_package(
         formats: What bends the profile.
         template_options: Variables of the chat template that the drafter was trained with.
         calibration: What the confidence head is calibrated on; None leaves it as trained.
+        rounding: Samples, not those of ``material``, on whose blocks 4-bit matrices are rounded with compensation.
         include_embeddings: Put copies of the target's embedding and head into the package.
         shard_bytes: Largest file of weights.
         max_length_change: Largest relative loss of accepted length.
@@ -107,6 +110,7 @@ def export_package(
         formats=formats,
         wide_states=_wide(drafter, target, material, profile, formats),
         include_embeddings=include_embeddings,
+        products=input_products(drafter, target, rounding, four_bit(drafter, profile)) if rounding else None,
     )
     sizes = part_sizes(drafter.state_dict(), tensors)
     with staged(out) as folder:
@@ -128,6 +132,13 @@ def export_package(
         (folder / CARD).write_text(card, encoding="utf-8")
         write_checksums(folder)
     return Exported(out, verification, report_text(config, verification, sizes, said.calibration))
+
+
+def four_bit(drafter: Drafter, profile: Profile) -> tuple[str, ...]:
+    """Return the names of the matrices that ``profile`` stores in 4 bits."""
+    parts = [part for part, scheme in PROFILES[profile].parts.items() if scheme == INT4]
+    found = matrices(drafter)
+    return tuple(name for part in parts for name in found.get(part, ()))
 
 
 def _wide(

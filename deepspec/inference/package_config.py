@@ -17,6 +17,7 @@ from deepspec.errors import ConfigError, PackageError
 from deepspec.inference.profiles import (
     FORMAT_MEANINGS,
     PROFILES,
+    SCHEME_MEANINGS,
     Bfloat16,
     Part,
     Profile,
@@ -171,7 +172,7 @@ def make_config(
         "calibration": None,
         "selfcheck": None,
         "template_options": dict(template_options or {}),
-        "meanings": MEANINGS,
+        "meanings": meanings_of(quantisation or {}),
         "quantisation": {part: asdict(group) for part, group in (quantisation or {}).items()},
         "bfloat16": asdict(bfloat16 or Bfloat16()),
         "drafter": dict(drafter),
@@ -215,11 +216,18 @@ def config_problems(config: PackageConfig) -> list[str]:
     return [*_meaning_problems(config), *_block_problems(config), *_target_problems(config), *_dtype_problems(config)]
 
 
+def meanings_of(quantisation: Mapping[Part, QuantisedGroup]) -> dict[str, str]:
+    """Return what a package with such number formats says of its keys."""
+    used = {group.scheme for group in quantisation.values()}
+    return MEANINGS | {scheme: text for scheme, text in SCHEME_MEANINGS.items() if scheme in used}
+
+
 def _meaning_problems(config: PackageConfig) -> list[str]:
+    meant = meanings_of(config.quantisation)
     return [
-        f"meanings.{key} is {config.meanings.get(key)!r}, this program reads {MEANINGS.get(key)!r}"
-        for key in sorted({*config.meanings, *MEANINGS})
-        if config.meanings.get(key) != MEANINGS.get(key)
+        f"meanings.{key} is {config.meanings.get(key)!r}, this program reads {meant.get(key)!r}"
+        for key in sorted({*config.meanings, *meant})
+        if config.meanings.get(key) != meant.get(key)
     ]
 
 

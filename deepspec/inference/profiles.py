@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Profile = Literal["bf16", "fp16", "fp16_int8", "fp16_int8_full", "int8_dynamic", "int4_mlp"]
-SchemeName = Literal["int8_per_output_channel", "int4_per_group"]
+SchemeName = Literal["int8_per_output_channel", "int8_per_group", "int4_per_group"]
 Activations = Literal["unquantised", "int8_per_token"]
 Part = Literal["qkv", "mlp", "layers", "fusion", "markov"]
 QkvStorage = Literal["int8", "16bit"]
@@ -33,7 +33,10 @@ Int4Group = Literal[32, 128]
 SCALE = "_scale"
 """What the name of a quantised tensor's partner ends in."""
 INT8: SchemeName = "int8_per_output_channel"
+INT8_GROUPS: SchemeName = "int8_per_group"
 INT4: SchemeName = "int4_per_group"
+GROUPS: Mapping[SchemeName, tuple[int, ...]] = {INT8_GROUPS: (32,), INT4: (32, 128)}
+"""Columns that may share a scale; a scheme that is not here has one scale a row."""
 PARTS: dict[Part, re.Pattern[str]] = {
     "qkv": re.compile(r"layers\.\d+\.self_attn\.[qkv]_proj\.weight"),
     "mlp": re.compile(r"layers\.\d+\.mlp\.(gate|up|down)_proj\.weight"),
@@ -54,7 +57,11 @@ FORMAT_MEANINGS = {
     "bfloat16": "fp16 cannot hold what is named here: tensors are stored in bf16, states are the modules whose inputs "
     "or outputs grew too large on test conversations; the drafter does not run in fp16 where anything is named",
 }
-"""What a package says of the two sections of its number formats."""
+"""What every package says of the two sections of its number formats."""
+SCHEME_MEANINGS: Mapping[SchemeName, str] = {
+    INT8_GROUPS: "X is int8 [o, i] in -127 .. 127, X_scale [o, i/group]: neighbouring columns of a group share a scale"
+}
+"""What a package says besides of a scheme that it uses."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class Scheme:
 
 SCHEMES: dict[SchemeName, Scheme] = {
     INT8: Scheme(8, "int8", "float32", dequantise),
+    INT8_GROUPS: Scheme(8, "int8", "float32", dequantise),
     INT4: Scheme(4, "uint8", "float16", dequantise_int4),
 }
 
@@ -92,7 +100,7 @@ PROFILES: dict[Profile, ProfileSpec] = {
     "bf16": ProfileSpec("bfloat16", {}),
     "fp16": ProfileSpec("float16", {}),
     "fp16_int8": ProfileSpec("float16", _LAYERS_INT8),
-    "fp16_int8_full": ProfileSpec("float16", {**_LAYERS_INT8, "fusion": INT8, "markov": INT8}),
+    "fp16_int8_full": ProfileSpec("float16", {**_LAYERS_INT8, "fusion": INT8_GROUPS, "markov": INT8}),
     "int8_dynamic": ProfileSpec("float16", _LAYERS_INT8, "int8_per_token"),
     "int4_mlp": ProfileSpec("float16", {**_LAYERS_INT8, "mlp": INT4}),
 }
@@ -162,7 +170,7 @@ def plan(
 
 def _group(scheme: SchemeName, activations: Activations, int4_group: int, names: tuple[str, ...]) -> QuantisedGroup:
     facts = SCHEMES[scheme]
-    group = int4_group if scheme == INT4 else None
+    group = int4_group if scheme == INT4 else next(iter(GROUPS.get(scheme, ())), None)
     return QuantisedGroup(scheme, facts.bits, group, True, facts.scale_dtype, activations, names)
 
 
@@ -187,7 +195,7 @@ def _group_problems(part: Part, given: QuantisedGroup, profile: Profile) -> Iter
                 f"quantisation.{part}.{key}={getattr(given, key)!r} contradicts profile={profile!r}, "
                 f"which has {getattr(wanted, key)!r}"
             )
-    allowed = (32, 128) if wanted.scheme == INT4 else (None,)
+    allowed = GROUPS.get(wanted.scheme, (None,))
     if given.group not in allowed:
         yield f"quantisation.{part}.group={given.group} must be {' or '.join(map(str, allowed))}"
 

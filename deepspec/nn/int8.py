@@ -25,8 +25,9 @@ CUDA_ROWS, CUDA_MULTIPLE = 17, 8
 
 
 def dequantise(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weight [o, i] that ``values`` [o, i] int8 and ``scale`` [o, 1] stand for."""
-    return (values.to(torch.float32) * scale.to(torch.float32)).to(dtype)
+    """Return the weight [o, i] that ``values`` [o, i] int8 and ``scale`` [o, n] stand for, a scale to i/n columns."""
+    grouped = values.to(torch.float32).unflatten(1, (scale.shape[1], -1))  # [o, n, i/n]
+    return (grouped * scale.to(torch.float32)[..., None]).flatten(1).to(dtype)
 
 
 class Int8Linear(nn.Module):

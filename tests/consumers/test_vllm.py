@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepspec.drafters.dflash.config import DFlashConfig
+from deepspec.drafters.eagle3.config import Eagle3Config
 from deepspec.export.importers.load import import_drafter
 from deepspec.export.layouts.common import Numbers, Source
 from deepspec.export.layouts.registry import make_files
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from deepspec.drafters.base import DrafterConfig
 
 pytestmark = pytest.mark.slow
 
@@ -109,20 +112,28 @@ def test_vllms_class_is_filled_with_our_tensors(
     assert [name for name in ours if not holds(theirs[name], ours[name])] == []
 
 
-def test_a_drafter_known_by_heart_is_accepted_whole_by_vllm(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (DFlashConfig(num_layers=2, gamma=5, block_layout="fill_in"), "zlab_dflash"),
+        (Eagle3Config(ttt_length=5, ce=1.0), "eagle3"),
+    ],
+    ids=["zlab_dflash", "eagle3"],
+)
+def test_a_drafter_known_by_heart_is_accepted_whole_by_vllm(config: DrafterConfig, layout: str, tmp_path: Path) -> None:
     """Layer ids, mask id and positions of a foreign engine are those that the drafter was trained with."""
     target, verifier = saved_target(tmp_path / "target")
-    prompt, gamma, count = [5, 17, 42, 8, 17, 42, 9, 60, 33, 17, 42], 5, 31
+    prompt, count = [5, 17, 42, 8, 17, 42, 9, 60, 33, 17, 42], 31
     answer = SpeculativeDecoder(target, PlainProposer()).generate(prompt, count).tokens
     torch.manual_seed(2)
-    config = DFlashConfig(num_layers=2, gamma=gamma, block_layout="fill_in")
     drafter = config.build(target.info, LAYER_IDS, MASK_ID)
     drafter.bind(target.head)
+    gamma = drafter.conventions.gamma
     overfit(target, drafter, [*prompt, *answer], len(prompt), LAYER_IDS, steps=150)
     folder = tmp_path / "drafter"
     folder.mkdir()
     source = Source(drafter, config, target.info, Numbers(torch.bfloat16), verifier=verifier)
-    write_files(folder, make_files("zlab_dflash", source))
+    write_files(folder, make_files(layout, source))
     job = job_for(folder, verifier, "float32") | {"prompts": [prompt], "max_new_tokens": count}
     found = run_job("vllm", "generate", job, tmp_path / "job.json")
     assert found["tokens"] == [answer]

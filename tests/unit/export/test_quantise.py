@@ -7,8 +7,8 @@ import torch
 
 from deepspec.errors import ConfigError, DeepSpecError
 from deepspec.export.package import native_package
-from deepspec.export.quantise import Formats, balance, cast, quantise_groups, quantise_rows
-from deepspec.inference.profiles import Profile
+from deepspec.export.quantise import Formats, balance, cast, quantise, quantise_groups, quantise_rows
+from deepspec.inference.profiles import Profile, plan
 from deepspec.nn.block import SwiGLU
 from deepspec.nn.int4 import dequantise_int4, unpack_int4
 from deepspec.nn.int8 import dequantise
@@ -30,6 +30,18 @@ def test_a_row_of_zeros_stays_zero() -> None:
     values, scale = quantise_rows(torch.zeros(2, 5))
     assert bool((scale > 0).all())
     assert not dequantise(values, scale).any()
+
+
+def test_a_large_weight_coarsens_its_own_group_alone() -> None:
+    """A fitted fusion is nearly diagonal: with one scale a row, the ones would decide how fine everything else is."""
+    weight = torch.eye(96) + 0.01 * torch.randn(96, 96)
+    group = plan({"fusion": ("fc.weight",)}, "fp16_int8_full")["fusion"]
+    values, scale = quantise("fc.weight", weight, group)
+    assert (values.shape, values.dtype, scale.shape) == ((96, 96), torch.int8, (96, 3))
+    off = (group.weight(values, scale) - weight).abs().unflatten(1, (3, 32))
+    assert bool((off <= 0.5001 * scale[..., None]).all())
+    rows = (dequantise(*quantise_rows(weight)) - weight).norm()
+    assert off.norm() < 0.65 * rows
 
 
 def test_a_unit_with_large_weights_does_not_coarsen_the_others() -> None:
