@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepspec.export.importers.load import import_drafter
+from deepspec.inference.accelerate import accelerate
 from deepspec.inference.decoder import SpeculativeDecoder
 from deepspec.inference.open_target import open_target
 from deepspec.inference.proposers import DrafterProposer
@@ -19,7 +20,7 @@ from tests.bench.packages import PROMPTS, read_prompts
 from tests.consumers.consumer import job_for, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-NEW_TOKENS = 64
+PROMPT_COUNT, NEW_TOKENS = 12, 48
 TRAINING = (
     "recipe=quickstart_dflash",
     "drafter.block_layout=fill_in",  # the layout that vLLM runs on a CPU; it has no fitted start
@@ -44,8 +45,11 @@ def test_vllm_keeps_as_much_as_our_decoder(tmp_path: Path) -> None:
     folder = run / "package-zlab_dflash"
     path = json.loads((folder / "config.json").read_text())["deepspec"]["target"]["path"]
     target = open_target(path, torch.device("cpu"), "fp32")
-    prompts = [prompt.ids for prompt in read_prompts(PROMPTS, target, 15)]
-    decoder = SpeculativeDecoder(target, DrafterProposer(import_drafter(folder, target).drafter))
+    prompts = [prompt.ids for prompt in read_prompts(PROMPTS, target, PROMPT_COUNT)]
+    drafter = import_drafter(folder, target).drafter
+    accelerate(target)  # exact; the drafter's weights would be rounded
+    drafter.bind(target.head)
+    decoder = SpeculativeDecoder(target, DrafterProposer(drafter))
     ours = [decoder.generate(ids, NEW_TOKENS) for ids in prompts]
     job = job_for(folder, path, "float32") | {"max_length": 512, "prompts": prompts, "max_new_tokens": NEW_TOKENS}
     theirs = run_job("vllm", "generate", job, tmp_path / "job.json")
