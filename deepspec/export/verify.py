@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 MEAN_TV_LIMIT: dict[Profile, float] = {
     "bf16": 0.02,
     "fp16": 0.005,
-    "fp16_int8": 0.03,
-    "fp16_int8_full": 0.03,
-    "int8_dynamic": 0.06,
+    "fp16_int8": 0.04,
+    "fp16_int8_full": 0.04,
+    "int8_dynamic": 0.08,
     "int4_mlp": 0.2,
 }
-"""Largest mean total variation that is let through: what rounding explains at most, so that a fault shows. A quickstart
-drafter (324 steps) shows 0.025 in fp16_int8. Weights are compared one by one besides."""
+"""Largest mean total variation that is let through: what rounding explains at most, so that a fault shows. A drafter of
+the quickstart (324 steps) shows 0.004 in bf16, 0.024 to 0.050 in 8 bits, 0.063 in 4, and 0.16 in 4 where each value is
+rounded by itself. Weights are compared one by one besides."""
 
 
 @dataclass(frozen=True)
