@@ -191,7 +191,7 @@ class ExportConfig:
     profile: Literal["bf16", "fp16", "fp16_int8", "fp16_int8_full", "int8_dynamic", "int4_mlp"] = key(
         "Number formats (docs/quantisation.md). fp16_int8: INT8 per output channel for the layers' linears, FP16 for "
         "the rest; fp16_int8_full: fusion and Markov matrices too; int8_dynamic: activations too, token by token; "
-        "int4_mlp: 4 bits for the MLPs",
+        "int4_mlp: 4 bits for the MLPs, rounded on conversations of data.validation",
         "fp16_int8",
     )
     qkv: Literal["int8", "16bit"] = key("Where layers are quantised, how q, k and v are stored: all alike", "int8")

@@ -155,9 +155,11 @@ def rounding_samples(run: RunConfig, drafter: Drafter, renderer: ChatRenderer) -
     """Return the conversations on which 4-bit matrices are rounded with compensation; none for other profiles."""
     if not four_bit(drafter, run.export.profile):
         return []
-    if run.data.validation is None:
-        log.warning("data.validation is not set: 4-bit values are rounded one by one, which loses more")
-        return []
-    conversations = spread(list(read_conversations(run.data.validation)), ROUNDING_SAMPLES)
+    path = run.data.validation
+    conversations = [] if path is None else spread(list(read_conversations(path)), ROUNDING_SAMPLES)
     rendered = [renderer.render(conversation) for conversation in conversations]
-    return [sample for sample in rendered if isinstance(sample, Sample)]
+    samples = [sample for sample in rendered if isinstance(sample, Sample)]
+    if not samples:
+        why = " is not set" if path is None else f"={path} has no answered conversation"
+        log.warning("data.validation%s: 4-bit values are rounded one by one, which loses more", why)
+    return samples

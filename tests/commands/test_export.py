@@ -81,6 +81,25 @@ def test_without_prompts_the_confidence_stays_as_trained(export: Run, tmp_path: 
     assert "confidence: not calibrated" in (tmp_path / "p" / "card.md").read_text()
 
 
+def test_four_bits_are_rounded_on_the_validation_split(export: Run, tmp_path: Path) -> None:
+    bits = ("export.profile=int4_mlp", "export.calibration_prompts=0", "export.force=true")
+    code, _, err = export(*bits, f"export.out={tmp_path / 'fitted'}")
+    assert code == 0, err
+    assert "rounded one by one" not in err
+    unanswered = tmp_path / "unanswered.jsonl"
+    unanswered.write_text('{"id": "a", "messages": [{"role": "user", "content": "say 1"}]}\n', encoding="utf-8")
+    for split, words in (("null", "data.validation is not set"), (unanswered, "has no answered conversation")):
+        out = tmp_path / "plain"
+        code, _, err = export(*bits, f"export.out={out}", f"data.validation={split}")
+        assert code == 0, err
+        assert f"{words}: 4-bit values are rounded one by one" in err
+        assert not same_weights(out, tmp_path / "fitted")
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
 def test_copies_of_the_embedding_are_stored_when_they_are_asked_for(export: Run, tmp_path: Path) -> None:
     code, _, err = export(f"export.out={tmp_path / 'p'}", "export.include_embeddings=true")
     assert code == 0, err
