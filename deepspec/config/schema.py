@@ -97,8 +97,9 @@ class EngineConfig:
     micro_batch_size: int = key("Rows of one forward pass on one rank: samples, or packed rows (data.row_tokens)")
     global_batch_size: int = key("Samples of one optimiser step over all ranks; accumulation follows from it")
     zero_stage: Literal[0, 1, 2, 3] = key("ZeRO stage (deepspeed only)", 0)
-    loss_precision: Literal["auto", "exact", "common_mode"] = key(
-        "exact forms fp32 logits; common_mode cancels rounding errors; auto is exact on CUDA and for fp32",
+    loss_precision: Literal["auto", "exact", "common_mode", "bf16_logits"] = key(
+        "exact forms fp32 logits; common_mode cancels rounding errors; auto is exact on CUDA and for fp32; bf16_logits "
+        "rounds them, for comparison",
         "auto",
     )
     attention: Literal["auto", "flex", "sdpa", "eager"] = key(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-LossPrecision = Literal["auto", "exact", "common_mode"]
+LossPrecision = Literal["auto", "exact", "common_mode", "bf16_logits"]
 
 
 NOT_CHOSEN = -1

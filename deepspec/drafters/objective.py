@@ -139,8 +139,12 @@ def draft_loss(
 
 
 def _known_sums(drafter: Drafter, features: Features) -> dict[str, Any]:
-    """Return what the target's whole vocabulary says, where it is known and a reduced draft vocabulary can use it."""
-    if drafter.vocabulary is None or features.log_sum is None or features.top is None:
+    """Return what the target's whole vocabulary says, where it is known and a reduced draft vocabulary can use it.
+
+    Those are sums of exact logits; rounded ones have others.
+    """
+    exact = drafter.loss_precision != "bf16_logits"
+    if drafter.vocabulary is None or features.log_sum is None or features.top is None or not exact:
         return {}
     return {"target_log_sum": features.log_sum.flatten(), "target_top": features.top.flatten()}
 

@@ -29,9 +29,10 @@ for each position of a chunk; none where the sums over V are known.
 D-PACE weighs a row by the cross-entropies of its whole block (``RowTask.pace``). Chunks then hold whole blocks, and the
 weights are known before the gradient is formed; a target position that two chunks need is projected in both.
 
-Two modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
+Three modes. ``exact`` forms both logits in fp32 (fp64 for fp64 states). ``common_mode`` multiplies in the precision of
 the head's weights and forms the draft's logits as the target's plus (h_draft - h_target) W^T: the rounding errors of
-the target's logits are then common to both distributions and cancel in q - p.
+the target's logits are then common to both distributions and cancel in q - p. ``bf16_logits`` rounds both to bf16, as
+training code does that leaves the head's product in the precision of the states: it is there to be compared with.
 """
 
 from __future__ import annotations
@@ -264,7 +265,7 @@ class _Scan:
         """
         rows, targets, head, judges = chunk.rows, chunk.positions, self.head, self.task.judge_head
         project(self.target_hidden[targets], judges.weight, target_logits)
-        if self.task.mode == "exact":
+        if self.task.mode != "common_mode":
             project(self.hidden[rows], head.weight, z)
         else:
             difference = self.hidden[rows].to(self.wide) - self.target_hidden[targets].to(self.wide)[judge]
@@ -277,6 +278,9 @@ class _Scan:
         slope = finish(z, head, with_slope=self.with_grad)
         if self.markov is not None and self.w2 is not None:
             add_project(self.markov[rows], self.w2, z)
+        if self.task.mode == "bf16_logits":
+            for logits in (z, target_logits):
+                logits.copy_(logits.to(torch.bfloat16))
         return slope
 
     def _gradient(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deepspec.nn.head import FrozenHead
     from deepspec.nn.vocabulary import DraftVocabulary
 
-LossMode = Literal["exact", "common_mode"]
+LossMode = Literal["exact", "common_mode", "bf16_logits"]
 BUFFERS = 3  # of size [chunk rows, Vd]
 ACCEPTANCE_FLOOR = 1e-4  # below it LK's gradient grows no more
 WHOLE_BUFFERS = 2  # of size [chunk positions, V], for a reduced vocabulary

@@ -60,7 +60,7 @@ def test_a_study_of_ones_own(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "study: must be given; choose study= one of ablations, drafters, optimisers"),
+        ([], "study: must be given; choose study= one of ablations, drafters, logits, optimisers"),
         (["study=drafter"], "study=drafter: no such choice; did you mean drafters?"),
         (["study=drafters", "study.hour=1"], "study.hour: no such key; did you mean study.hours?"),
         (["study=drafters", "study.hours=0"], "study.hours=0.0: must be above 0"),

@@ -36,13 +36,15 @@ class Case:
         inputs = [t for t in (self.hidden, self.markov, self.w2) if t is not None]
         return loss, list(torch.autograd.grad(1.7 * loss.total, inputs))
 
-    def obvious(self) -> tuple[BlockLoss, list[Tensor]]:
-        """The same with whole logits and autograd."""
+    def obvious(self, *, rounded: bool = False) -> tuple[BlockLoss, list[Tensor]]:
+        """The same with whole logits and autograd; ``rounded`` to bf16, which no gradient sees."""
         task = self.task
         z = task.head.logits(self.hidden)
         if self.markov is not None and self.w2 is not None:
             z = z + self.markov @ self.w2.t()
         t = task.head.logits(task.target_hidden)[task.target_index]
+        if rounded:
+            z, t = z + (z.bfloat16().to(z) - z).detach(), t.bfloat16().to(t)
         ce, l1 = rows.cross_entropy(z, task.labels), rows.l1_distance(z, t)
         soft = rows.soft_cross_entropy(z, t) if task.uses_soft else torch.zeros_like(ce)
         value = task.ce * ce + task.soft * soft + task.l1 * l1
@@ -280,3 +282,15 @@ def test_common_mode_cancels_the_rounding_of_low_precision_products() -> None:
 def test_a_large_vocabulary() -> None:
     case = make(dtype=torch.float32, vocab=151936, num_rows=12)
     same(case.run(chunk_rows=5), case.obvious(), 1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_rounded_logits_are_those_of_code_that_forms_them_in_bf16(head: str) -> None:
+    case = make(head, scale=4.0)
+    (ours, gradients), (want, expected) = case.run(mode="bf16_logits", chunk_rows=7), case.obvious(rounded=True)
+    for name in ("total", "ce", "l1", "agreement"):
+        torch.testing.assert_close(getattr(ours, name), getattr(want, name))
+    for gradient, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, other)
+    exact = case.run()[0]
+    assert float((ours.l1 - exact.l1).abs().max()) > 1e-3  # it is not the exact loss by another name
