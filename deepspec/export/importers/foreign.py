@@ -67,6 +67,13 @@ class Foreign:
             raise PackageError(f"{CONFIG}: {key}={value!r} must be a whole number")
         return value
 
+    def matrix(self, name: str) -> Tensor | None:
+        """Return a tensor of rows and columns, None when there is none of that name."""
+        tensor = self.tensors.get(name)
+        if tensor is not None and tensor.ndim != 2:  # noqa: PLR2004 - rows and columns
+            raise PackageError(f"tensor {name} has shape {tuple(tensor.shape)}: it must have rows and columns")
+        return tensor
+
     def flag(self, key: str) -> bool | None:
         """Return true or false, None when the key is missing."""
         value = self.settings.get(key)
@@ -169,7 +176,10 @@ def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any], project: Project) -> dict[str, Tensor]:
     """Rename the one layer of an Eagle3 or an MTP; every other name is ours already."""
     if project == "mtp":
-        prefix = layer_prefix(int(config.get("num_target_layers", 0)))
+        layers = config.get("num_target_layers", 0)
+        if type(layers) is not int:
+            raise PackageError(f"{CONFIG}: num_target_layers={layers!r} must be a whole number")
+        prefix = layer_prefix(layers)
         return {ours(name, prefix): tensor for name, tensor in tensors.items()}
     return {
         f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name: tensor
@@ -182,6 +192,8 @@ def _check_members(tensors: dict[str, Tensor], settings: Mapping[str, Any]) -> N
     members, offsets = tensors.pop(T2D, None), tensors.get(D2T)
     if offsets is None:
         return
+    if offsets.ndim != 1 or offsets.is_floating_point():
+        raise PackageError(f"tensor {D2T} is {offsets.dtype} {tuple(offsets.shape)}: it must be a row of whole numbers")
     tensors[D2T], vocab = offsets.to(torch.int64), settings.get("vocab_size")
     if type(vocab) is not int:
         raise PackageError(f"{CONFIG}: vocab_size={vocab!r} must be a whole number")

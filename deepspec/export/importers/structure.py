@@ -15,7 +15,7 @@ from deepspec.drafters.eagle3.config import Eagle3Config
 from deepspec.drafters.files import read_drafter_config
 from deepspec.drafters.mtp.config import MTPConfig
 from deepspec.drafters.registry import TARGET_KEY, drafter_to_dict
-from deepspec.errors import PackageError
+from deepspec.errors import DeepSpecError, PackageError
 from deepspec.export.layouts.common import D2T, OWN_KEY
 from deepspec.export.layouts.heads import CONFIDENCE, KINDS, W1, W2
 from deepspec.inference.package_config import CONFIG
@@ -95,7 +95,7 @@ def _without_idle_head(foreign: Foreign, written: DrafterConfig) -> Foreign:
 
 def _shown(foreign: Foreign, target: TargetInfo, like: type) -> DrafterConfig:
     """Return the configuration that keys and tensors show; without small heads a DSpark only if ``like`` is one."""
-    gate = foreign.tensors.get("layers.0.mlp.gate_proj.weight")
+    gate = foreign.matrix("layers.0.mlp.gate_proj.weight")
     if gate is None:
         raise PackageError("tensor layers.0.mlp.gate_proj.weight is missing")
     common: dict[str, Any] = {
@@ -123,9 +123,9 @@ def _is_headless(foreign: Foreign, like: type) -> bool:
 
 def _heads(foreign: Foreign) -> dict[str, Any]:
     """Return the keys of the small heads, from their tensors; the config must not say otherwise."""
-    rank = foreign.tensors[W1].shape[1] if W1 in foreign.tensors else 0
+    embeddings, confidence = foreign.matrix(W1), foreign.matrix(CONFIDENCE)
+    rank = 0 if embeddings is None else embeddings.shape[1]
     kind = next((kind for name, kind in KINDS.items() if name in foreign.tensors), "vanilla") if rank else "none"
-    confidence = foreign.tensors.get(CONFIDENCE)
     sees = confidence is not None and confidence.shape[1] > foreign.number("hidden_size")
     shown: dict[str, Any] = {"markov_rank": rank, "enable_confidence_head": confidence is not None}
     shown |= {"markov_head_type": kind} if rank else {}
@@ -172,6 +172,8 @@ def anchor_first(foreign: Foreign) -> bool:
 def _window(foreign: Foreign) -> int | None:
     """Return the sliding window of all layers; how its blocks look at themselves has to be said."""
     types = foreign.settings.get("layer_types") or []
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise PackageError(f"{CONFIG}: layer_types={types!r} must be a list of names, one a layer")
     if "sliding_attention" not in types:
         return None
     if set(types) != {"sliding_attention"}:
@@ -238,9 +240,15 @@ def rope_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         PackageError: the base is missing, or said in two ways.
     """
-    flat = dict(settings.get("rope_parameters") or {})
-    scaling = dict(settings.get("rope_scaling") or {})
-    theta = {value for value in (flat.get("rope_theta"), settings.get("rope_theta")) if value is not None}
+    flat, scaling = ({} if settings.get(k) is None else settings[k] for k in ("rope_parameters", "rope_scaling"))
+    for key, section in (("rope_parameters", flat), ("rope_scaling", scaling)):
+        if not isinstance(section, Mapping):
+            raise PackageError(f"{CONFIG}: {key}={section!r} must be a section of keys")
+    said = [value for value in (flat.get("rope_theta"), settings.get("rope_theta")) if value is not None]
+    for value in said:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise PackageError(f"{CONFIG}: rope_theta={value!r} must be a number")
+    theta = set(said)
     if len(theta) != 1:
         raise PackageError(
             f"{CONFIG}: the rotary base is {sorted(theta) or 'missing'}: rope_parameters.rope_theta or rope_theta has "
@@ -253,10 +261,13 @@ def rope_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same_rotation(rope: Mapping[str, Any], target: TargetInfo) -> bool:
     """Compare by the frequencies themselves: one scaling can be written in several ways."""
-    pair = [
-        RotaryEmbedding(parameters, head_dim=target.head_dim, max_position=target.max_position_embeddings)
-        for parameters in (rope, target.rope_parameters)
-    ]
+    try:
+        pair = [
+            RotaryEmbedding(parameters, head_dim=target.head_dim, max_position=target.max_position_embeddings)
+            for parameters in (rope, target.rope_parameters)
+        ]
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, DeepSpecError) as error:  # transformers' own checks
+        raise PackageError(f"{CONFIG}: rope {dict(rope)} cannot be read: {error}") from error
     ours, theirs = (embedding.inverse_frequencies for embedding in pair)
     return (
         ours.shape == theirs.shape

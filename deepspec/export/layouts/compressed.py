@@ -77,10 +77,14 @@ def restore(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     packed, values = tensors.get(f"{name}_packed"), tensors.get(name)
     if packed is not None:
         shape = tensors.get(f"{name}_shape")
-        if shape is None or shape.numel() != 2:  # noqa: PLR2004 - rows and columns
-            raise PackageError(f"tensor {name}_shape is missing, or is not two numbers")
+        if shape is None or shape.numel() != 2 or shape.is_floating_point():  # noqa: PLR2004 - rows and columns
+            raise PackageError(f"tensor {name}_shape is missing, or is not two whole numbers")
+        if packed.dtype != torch.int32 or packed.ndim != 2:  # noqa: PLR2004
+            raise PackageError(
+                f"tensor {name}_packed is {packed.dtype} {tuple(packed.shape)}: it must be INT32 in rows"
+            )
         values = unpack(packed, int(shape.flatten()[1]))
-    if values is None or values.dtype != torch.int8 or scale.numel() != values.shape[0]:
+    if values is None or values.dtype != torch.int8 or values.ndim != 2 or scale.numel() != len(values):  # noqa: PLR2004
         raise PackageError(f"{name} is not INT8 with one scale a row; other schemes cannot be read here")
     return dequantise(values, scale.reshape(-1, 1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,13 @@ CONFIG_FAULTS: list[tuple[str, str, Callable[[Config], object], str]] = [
     ("fill_in", "zlab_dflash", lambda c: c.update(sample_from_anchor=True), "contradicts"),
     ("eagle3", "eagle3", lambda c: c.update(norm_before_residual=True), "norm_before_residual=True"),
     ("eagle3", "eagle3", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), r"layers \[0, 1, 3\]"),
+    ("mtp", "mtp", lambda c: c.update(num_target_layers=None), "num_target_layers=None must be a whole number"),
+    ("dspark", "universal", lambda c: c.update(layer_types=3), "layer_types=3 must be a list"),
+    ("dspark", "universal", lambda c: c.update(rope_parameters="x"), "rope_parameters='x' must be a section"),
+    ("dspark", "universal", lambda c: c.update(rope_scaling=5), "rope_scaling=5 must be a section"),
+    ("dspark", "universal", lambda c: c.update(rope_theta="10000"), "rope_theta='10000' must be a number"),
+    ("dspark", "universal", lambda c: c.update(rope_theta=[1]), r"rope_theta=\[1\] must be a number"),
+    ("dspark", "universal", lambda c: c["rope_parameters"].update(rope_type="yarn"), "cannot be read: .*factor"),
 ]  # fmt: skip
 
 
@@ -283,6 +291,18 @@ def test_a_head_of_zeros_is_a_head_where_nobody_says_otherwise(tmp_path: Path) -
 
 
 Tensors = dict[str, torch.Tensor]
+
+
+def flatten(tensors: Tensors, name: str) -> None:
+    tensors[name] = tensors[name].flatten()
+
+
+def spoil(tensors: Tensors, end: str) -> None:
+    """Turn a part of a packed matrix into floats that are no numbers."""
+    name = next(name for name in sorted(tensors) if name.endswith(end))
+    tensors[name] = tensors[name].float() * float("nan")
+
+
 COPIES = {"include_embeddings": True}
 TENSOR_FAULTS: list[tuple[str, dict[str, Any], Callable[[Tensors], object], str]] = [
     ("dspark", {}, lambda t: t.update({"fc2.weight": t.pop("fc.weight")}), "fc.weight is missing"),
@@ -299,6 +319,14 @@ TENSOR_FAULTS: list[tuple[str, dict[str, Any], Callable[[Tensors], object], str]
     ("dspark", {"draft_vocab_size": 40}, lambda t: t["d2t"].fill_(90), "d2t: token 97 is not in"),
     ("dflash", {}, lambda t: t["markov_head.markov_w2.weight"].fill_(1.0), "markov_w2.weight is not zero"),
     ("dspark", {"quantisation": "w8a8"}, lambda t: t.pop("layers.0.mlp.up_proj.weight"), "up_proj.weight is not INT8"),
+    ("dspark", {"draft_vocab_size": 40}, lambda t: t.update(d2t=t["d2t"][0]), "d2t is torch.int64 .*a row"),
+    ("dspark", {"draft_vocab_size": 40}, lambda t: t.update(d2t=t["d2t"].float()), "d2t is torch.float32"),
+    *[
+        ("dspark", {}, partial(flatten, name=name), f"{name} has shape .* must have rows and columns")
+        for name in ("layers.0.mlp.gate_proj.weight", "markov_head.markov_w1.weight", "confidence_head.proj.weight")
+    ],
+    ("dspark", {"quantisation": "w8a16"}, partial(spoil, end="_shape"), "_shape is missing, or is not two whole"),
+    ("dspark", {"quantisation": "w8a16"}, partial(spoil, end="_packed"), "_packed is torch.float32 .*INT32"),
 ]
 
 
