@@ -13,6 +13,10 @@ make_one() {
   local name=$1 env=$folder/$1 lock=$locks/$1.lock
   [[ -f $lock ]] || { echo "error: no consumer $name: there is no $lock" >&2; exit 2; }
   if cmp -s "$lock" "$env/.lock"; then return; fi
+  if [[ -e $env && ! -f $env/pyvenv.cfg ]]; then
+    echo "error: $env is no virtual environment: move it, or set CONSUMERS= to another folder" >&2
+    exit 2
+  fi
   echo "making $env: minutes, and gigabytes"
   rm -rf "$env"
   "$python" -m venv "$env"

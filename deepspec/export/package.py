@@ -194,7 +194,11 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def check_out(out: Path) -> None:
-    """Refuse to overwrite anything that is not a package."""
+    """Refuse to overwrite anything that is not a package, or holds files that no export has written.
+
+    Raises:
+        ConfigError: with what is in the way.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     try:
@@ -204,6 +208,15 @@ def check_out(out: Path) -> None:
         ours = False
     if not ours:
         raise ConfigError(f"export.out={out} exists and is not a package: give another folder, or remove it")
+    try:
+        listed = json.loads((out / CHECKSUMS).read_text(encoding="utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{out / CHECKSUMS} cannot be read: give another export.out, or remove {out}") from error
+    if strange := sorted(path.name for path in out.iterdir() if path.name not in {*listed, CHECKSUMS}):
+        raise ConfigError(
+            f"export.out={out} holds {', '.join(strange)}, which no export has written and which would be lost: "
+            "move that away, or give another folder"
+        )
 
 
 def _publish(temporary: Path, out: Path) -> None:

@@ -79,7 +79,15 @@ def import_run(
         run: A run with that target; its data and settings go into the new folder.
         out: The new folder.
         save_config: Writes a run's config to a file.
+
+    Raises:
+        ConfigError: ``out`` is ``source``.
+        PackageError: as ``import_drafter`` does.
     """
+    if out.resolve() == source.resolve():
+        raise ConfigError(
+            f"export.out={out} is source={source} itself, which would be replaced: choose another export.out"
+        )
     imported = import_drafter(source, target)
     conventions = imported.drafter.conventions
     config = replace(

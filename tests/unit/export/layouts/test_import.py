@@ -18,8 +18,8 @@ from deepspec.drafters.dflash.config import DFlashConfig
 from deepspec.drafters.dspark.config import DSparkConfig
 from deepspec.drafters.eagle3.config import Eagle3Config
 from deepspec.drafters.files import load_drafter, read_description, save_drafter
-from deepspec.errors import PackageError
-from deepspec.export.importers.load import import_drafter
+from deepspec.errors import ConfigError, PackageError
+from deepspec.export.importers.load import import_drafter, import_run
 from deepspec.export.layouts.common import Source
 from deepspec.export.layouts.compressed import restore
 from deepspec.export.layouts.registry import make_files
@@ -371,3 +371,13 @@ def test_a_target_with_other_rotary_positions_is_refused(tmp_path: Path) -> None
     folder = written(tmp_path / "x", given, "universal")
     with pytest.raises(PackageError, match="rope"):
         import_drafter(folder, Target(info(), given.drafter.head))
+
+
+def test_a_folder_is_not_imported_onto_itself(tmp_path: Path) -> None:
+    given = source("dspark")
+    folder = written(tmp_path / "x", given, "universal")
+    before = sorted(path.name for path in folder.iterdir())
+    run: Any = None
+    with pytest.raises(ConfigError, match="itself, which would be replaced"):
+        import_run(folder, target_of(given), run, tmp_path / "." / "x", run)
+    assert sorted(path.name for path in folder.iterdir()) == before

@@ -87,6 +87,18 @@ def test_a_folder_of_somebody_else_is_not_replaced(target: Target, tmp_path: Pat
         export(target, tmp_path / "out", "dspark", "universal")
 
 
+def test_a_file_of_somebody_else_in_a_package_is_not_lost(target: Target, tmp_path: Path) -> None:
+    out = export(target, tmp_path / "out", "dspark", "universal").folder
+    export(target, out, "dspark", "universal")
+    (out / "NOTES.md").write_text("mine")
+    with pytest.raises(ConfigError, match="holds NOTES.md, which no export has written"):
+        export(target, out, "dspark", "universal")
+    assert (out / "NOTES.md").read_text() == "mine"
+    (out / "checksums.json").unlink()
+    with pytest.raises(ConfigError, match=r"checksums.json cannot be read: give another export.out"):
+        export(target, out, "dspark", "universal")
+
+
 def test_a_target_whose_head_is_scaled_has_no_layout(tmp_path: Path) -> None:
     from tests.helpers import tiny_target
 
