@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,12 +150,15 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(own)
     try:
         command = command_for(given.server, given.folder, given.target, extra, adaptive=given.adaptive)
-    except (KeyError, OSError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        sys.stderr.write(f"error: {given.folder}: {error}\n")
         return USER_MISTAKE
     sys.stdout.write(f"{command}\n")
     sys.stdout.flush()
     if not given.dry_run:
+        if shutil.which(command.words[0]) is None:
+            sys.stderr.write(f"error: there is no {command.words[0]} here: install {given.server}, or use --dry-run\n")
+            return USER_MISTAKE
         os.execvpe(command.words[0], command.words, {**os.environ, **command.environment})  # noqa: S606
     return 0
 

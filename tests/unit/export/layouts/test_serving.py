@@ -111,6 +111,16 @@ def test_a_mistake_is_named(tmp_path: Path, server: str, make: Callable[[Path], 
     assert "error: " in done.stderr and words in done.stderr
 
 
+def test_a_server_that_is_not_installed_and_a_config_that_is_none(tmp_path: Path) -> None:
+    done = script("vllm", str(folder(tmp_path)))
+    assert done.returncode == 2 and "there is no vllm here" in done.stderr and "Traceback" not in done.stderr
+    for text in ("[]", '{"architectures": 3}'):
+        (tmp_path / "odd").mkdir(exist_ok=True)
+        (tmp_path / "odd" / "config.json").write_text(text)
+        done = script("vllm", "--dry-run", str(tmp_path / "odd"))
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
 def test_an_unknown_target_has_to_be_given(tmp_path: Path) -> None:
     path = folder(tmp_path, "eagle3")
     config = json.loads((path / "config.json").read_text())
