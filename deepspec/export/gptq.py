@@ -15,7 +15,7 @@ import torch
 from deepspec.data.loader import BatchMaker
 from deepspec.data.sampler import Entry
 from deepspec.errors import DeepSpecError
-from deepspec.export.quantise import search_groups
+from deepspec.export.quantise import check_finite, search_groups
 from deepspec.log import progress
 from deepspec.nn.int4 import pack_int4
 
@@ -75,7 +75,13 @@ class InputProducts:
 def input_products(
     drafter: Drafter, target: FeatureTarget, samples: Sequence[Sample], weights: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return H [i, i] of the linears whose ``weights`` are named, over evenly drawn blocks of ``samples``."""
+    """Return H [i, i] of the linears whose ``weights`` are named, over evenly drawn blocks of ``samples``.
+
+    Raises:
+        DeepSpecError: a weight of the drafter is not finite, which would make every input behind it so.
+    """
+    for name, value in drafter.state_dict().items():
+        check_finite(name, value)
     make = BatchMaker(samples, seed=0, anchors_per_sample=ANCHORS_PER_SAMPLE)
     drafter.eval()
     with InputProducts(drafter, weights) as products:

@@ -59,6 +59,15 @@ def test_an_input_that_is_not_finite_is_named() -> None:
         round_compensated(NAME, torch.randn(4, 32), torch.full((32, 32), torch.inf), 32)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
+    target = make_target()
+    drafter, _ = make_drafter(target)
+    drafter.get_parameter("layers.1.mlp.down_proj.weight").data[0, 0] = value
+    with pytest.raises(DeepSpecError, match="layers.1.mlp.down_proj.weight holds values that are not finite"):
+        input_products(drafter, target, make_samples(2), [NAME])
+
+
 def test_a_package_of_compensated_matrices_loads_and_is_close() -> None:
     target = make_target(hidden=32, intermediate_size=64)
     drafter, config = make_drafter(target)
